@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -534,6 +535,40 @@ def in_int8(p: Tensor) -> Tensor:
     return (p / step).round() * step
 
 
+class Keeps(torch.autograd.Function):
+    """A product with two, which keeps what it is given in E4M3."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x.to(torch.float8_e4m3fn))
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:
+        return g * 2
+
+
+def kept(path: Path, pack: Callable[[Tensor], Any], places: int, size: float = 1.0) -> list[Finding]:
+    """One query attends to all places; what the backward needs is packed."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"score": nn.Linear(8, 1), "head": nn.Linear(8, 4)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+
+    def unpack(packed: Any) -> Tensor:
+        return packed[0].float() / packed[1] if isinstance(packed, tuple) else packed.float()
+
+    def step(_: int) -> None:
+        x = torch.randn(4, places, 8)
+        optimizer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            h = (model["score"](x).softmax(dim=1) * x).sum(dim=1)
+        h = Keeps.apply(size * model["head"](h))
+        functional.cross_entropy(h / size, x[:, 0, :4].argmax(dim=1)).backward()
+        optimizer.step()
+
+    return [f for f in watched(path, model, optimizer, step, 6) if f.rule == "cast-flushes"]
+
+
 def test_weights_that_are_kept_as_codes_of_8_bits(tmp_path: Path) -> None:
     def in_e4m3(p: Tensor) -> Tensor:
         scale = 448 / p.abs().amax()
@@ -545,6 +580,22 @@ def test_weights_that_are_kept_as_codes_of_8_bits(tmp_path: Path) -> None:
             found.evidence["format"] == "8-bit codes" and found.evidence["cause"] == "weights rounded after each step"
         )
         assert "8-bit codes" in found.meaning
+    if hasattr(torch._C._autograd.SavedTensor, "data"):  # type: ignore[attr-defined]
+        in_e5m2, whole = (lambda x: x.to(torch.float8_e5m2)), (lambda x: x)
+        in_bits = lambda x: x.to(torch.float8_e4m3fn)  # noqa: E731
+        with_scale = lambda x: ((x * (448 / x.abs().amax())).to(torch.float8_e4m3fn), 448 / x.abs().amax())  # noqa: E731
+        (found,) = kept(tmp_path / "softmax", in_bits, 4096)
+        assert found.evidence["operation"] == "Softmax" and found.evidence["flushed"] > 0.9 and "scale" in found.advice
+        (found,) = kept(tmp_path / "of a function", whole, 16, 4e-3)
+        assert found.evidence["operation"] == "Keeps"
+        for name, pack, places in (
+            ("few places", in_bits, 16),
+            ("E5M2", in_e5m2, 4096),
+            ("a scale", with_scale, 4096),
+            ("nothing packed", whole, 4096),
+            ("BF16", torch.Tensor.bfloat16, 4096),
+        ):
+            assert kept(tmp_path / name, pack, places) == [], name
     assert coded(tmp_path / "as they are", torch.Tensor.clone) == []
     assert coded(tmp_path / "halved", lambda p: p * 0.5) == []
 

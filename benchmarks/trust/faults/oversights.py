@@ -525,7 +525,6 @@ class Pooling(nn.Module):
     r"|gradients?[^>]*(underflow|flushed|rounded to zero)"
     rf"|{either('pooling|reading', 'no gradient|gradients?[^>]*zeros?|zero gradients?')}",
     misleading=f"{SIDE}|learning rate|in no optimizer|detach",
-    held_back=True,
 )
 def short_memory(run: Training, *, sound: bool = False) -> None:
     """Attention keeps its weights for the backward in E4M3 without a scale: of 2,048 places each weighs 0 there."""

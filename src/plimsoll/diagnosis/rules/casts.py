@@ -42,6 +42,7 @@ _ACTIVATIONS = "activations cast without a scale"
 _ZEROS = "zero_heatmap"  # of casts by hand: the rule's own figure is of values as a recorded cast holds them
 _FEW_DIGITS = "blocks of unlike values"
 _MADE_NARROW = "a gradient made in the forward"
+_KEPT = "kept in 8 bits"  # a fact of the watch, and the cause in the evidence
 _GRADIENTS = "gradients through a narrow cast"
 _QUANTA = 8  # times FP16's smallest number: what a few additions make of it
 _LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
@@ -212,6 +213,7 @@ class CastFlushes(ShareRule):
         yield from self._of_shares(view, "flushed", lambda cast: cast.flushed)
         yield from self._by_hand(view)
         yield from self._unscaled(view)
+        yield from self._kept(view)
         yield from self._weights(view)
         yield from self._gradients(view)
         event = first_fact(view, "gradient made narrow")
@@ -254,6 +256,22 @@ class CastFlushes(ShareRule):
                 "its gradient through FP16 on the way back.",
                 advice="Cast to BF16, or multiply the loss by a loss scale (GradScaler) and divide the gradients by "
                 "it, or leave that part in FP32.",
+            )  # fmt: skip
+
+    def _kept(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of what is kept for the backward in 8 bits without a scale."""
+        event = first_fact(view, _KEPT)
+        zeros = 0.0 if event is None else float(str(event.details["zeros"]))
+        if event is not None and zeros >= self.grave:
+            evidence: dict[str, float | int | str] = {"cause": _KEPT, "flushed": zeros}
+            evidence |= {key: str(event.details[key]) for key in ("operation", "format")}
+            yield self.since_event(
+                "warning", event, view, evidence, actions=(), figure="loss_and_scale",
+                meaning=f"What {evidence['operation']} keeps for its backward is stored in "
+                f"{str(evidence['format']).upper()} without a scale, and {percent(zeros)} of it is zero there: the "
+                "forward is sound, and gradients are computed from zeros.",
+                advice="Store a scale with it that brings the largest value near the format's largest, or keep it in "
+                "BF16.",
             )  # fmt: skip
 
     # A cast leaves the smallest number of its format as the smallest weight, and a largest one with its few digits.
@@ -398,6 +416,13 @@ class CastFlushes(ShareRule):
                 f"{context.since}",
                 effect="because its blocks hold values of unlike sizes",
                 remedy="look at the dimension along which blocks run",
+            )
+        if context.cause == _KEPT:
+            return Phrase(
+                what=f"{percent(context.number('flushed'))} of what {context.text('operation')} keeps for the backward "
+                f"in {context.format} is zero, seen {context.since}",
+                effect="so its gradients are wrong",
+                remedy="store it with a scale",
             )
         if context.cause == _ACTIVATIONS:
             return Phrase(

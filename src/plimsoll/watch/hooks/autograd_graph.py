@@ -140,6 +140,26 @@ def _without_recomputing() -> contextlib.AbstractContextManager[None]:
     return contextlib.nullcontext() if _SHOWS_HOOKS else torch.autograd.graph.disable_saved_tensors_hooks(message)
 
 
+# A hook that packs in 8 bits gives a plain tensor, or one with a scale in a tuple. Nothing is unpacked: older torches,
+# which do not show what is packed, show nothing here.
+def kept_in_8_bits(root: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
+    """Yield what is kept for the backward as a plain 8-bit tensor: the operation, the tensor, and a dimension.
+
+    Over the dimension a softmax's result has summed up to 1. None for other values.
+    """
+    for node in _nodes([root]):
+        kind = type(node).__name__
+        for name in _kept_names(type(node)):
+            with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
+                raw: Any = getattr(node, f"_raw{name if name[0] == '_' else f'_{name}'}", None)
+                for each in cast("list[Any]", raw) if isinstance(raw, (list, tuple)) else [raw]:
+                    data = getattr(each, "data", None)
+                    if type(data) is Tensor and data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                        is_result = kind == "SoftmaxBackward0" and name == "_saved_result"
+                        dim = _signed(cast("Any", node)._saved_dim) % data.dim() if is_result else None  # noqa: SLF001  (likewise)
+                        yield kind.removesuffix("Backward0").removesuffix("Backward"), data.detach(), dim
+
+
 def is_compiled(node: Any) -> bool:
     """Return whether a node is the one operation that a compiled graph is."""
     return type(node).__name__ == "CompiledFunctionBackward"

@@ -4,6 +4,7 @@
 - Losses that are divided by the number of micro-batches twice, scaled twice, or of which only a part carries the loss
   scale, and losses that are added up in 16 bits.
 - Batch norms over two values, and those that evaluate by the last batch alone.
+- Values that are kept for the backward in 8 bits without a scale.
 - Indices that were rounded to 16 bits.
 - Gradients that a loss makes in its forward in FP16, before the loss scale, where they are zero.
 - Casts of weights that autocast keeps from before the last step.
@@ -15,6 +16,7 @@
 - Batches whose targets are of one class, and those of other batches of another.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Mapping
@@ -25,6 +27,7 @@ from torch import Tensor
 
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
+from plimsoll.text import percent
 from plimsoll.watch.hooks import autograd_graph
 from plimsoll.watch.steps.wiring.checks import REPEATS, Fact, FollowedOptimizer, Training, TrainingCheck, listed
 from plimsoll.watch.steps.wiring.modes import norms_of_last_batch
@@ -36,6 +39,8 @@ _FAR = 4.0  # times the loss of guessing, with which new weights of a usual size
 _NO_BETTER = 0.9  # of the loss of guessing
 _FEWEST = 8  # of a batch that can show anything: so many of one class are no chance
 _TOKENS = 32
+_TENSORS = 64  # kept in 8 bits
+_MAGNITUDE = 0x7F  # bits of an 8-bit number without its sign
 _ALMOST_ALL = 0.9  # of a batch
 _SAMPLES = 10  # at least
 _ROWS = 4  # of a batch that have padding
@@ -60,6 +65,7 @@ class LossGraph(TrainingCheck):
         self._squashed = ""  # what the loss of the backward that runs applies twice
         self._divided = 0  # what a loss was divided by twice
         self._pairs: list[set[str]] = []  # the batch norms over two values, of each look
+        self._flushed: Counter[str] = Counter()  # looks at which what is kept in 8 bits had become zero
         self._casts: dict[tuple[int, int], int] = {}  # versions of the weights that casts were made of
         self._root = -1  # place of the last loss among the operations
 
@@ -113,6 +119,7 @@ class LossGraph(TrainingCheck):
             fmt = FORMATS[dtype].name
             message = f"the loss adds {count:,} numbers one by one in {fmt}"
             self.facts.record("loss added up", message, terms=count, format=fmt)
+        self._look_at_8_bits(loss)
         names, scale = self.training.names(), self.training.scale()
         self._look_at_batch_norms(loss, names)
         is_first = self.training.backwards == 1 and not self.facts.has("scaled twice")  # else the loss is not known
@@ -127,6 +134,34 @@ class LossGraph(TrainingCheck):
         for table, indices in autograd_graph.rows_looked_up(loss):
             if id(table) in names:
                 self._look_at_indices(names[id(table)], indices.detach())
+
+    # A scale brings the largest value near the format's largest. Where all are below the smallest normal number there
+    # was none, and a softmax that no longer sums up to 1 has lost what it is made of. Other tensors may be all zero.
+    def _look_at_8_bits(self, loss: Tensor) -> None:
+        """Look for tensors that are kept for the backward in 8 bits, and most of whose values became zero there."""
+        for place, (operation, kept, dim) in enumerate(itertools.islice(autograd_graph.kept_in_8_bits(loss), _TENSORS)):
+            if not kept.numel():
+                continue
+            codes = kept.view(torch.uint8) & _MAGNITUDE
+            sums = kept[:1].float().sum(dim=dim).mean() if dim else torch.ones((), device=kept.device)
+            numbers = DeviceValue(torch.stack([codes.amax().float(), (codes == 0).float().mean(), sums]))
+            fmt = FORMATS[kept.dtype]
+
+            def read(
+                numbers: DeviceValue = numbers,
+                key: str = f"{operation} {place}",
+                fmt: Any = fmt,
+                operation: str = operation,
+            ) -> list[Fact]:
+                largest, zeros, sums = cast("list[float]", numbers.tensor().tolist())
+                at_bottom = 0 < largest < 2**fmt.mantissa_bits and zeros >= _HALF  # codes of subnormal numbers
+                self._flushed[key] += at_bottom or sums < _HALF
+                if self._flushed[key] < _LOOKS:
+                    return []
+                message = f"{percent(zeros)} of what {operation} keeps for the backward in {fmt.name.upper()} is zero"
+                return [Fact("kept in 8 bits", message, {"operation": operation, "format": fmt.name, "zeros": zeros})]
+
+            self.facts.record_from(read, once=True)
 
     # The last batch of an epoch may be as small: several on end are no chance.
     def _look_at_batch_norms(self, loss: Tensor, names: Mapping[int, str]) -> None:
