@@ -729,6 +729,7 @@ def test_a_loss_at_chance_says_whether_weights_have_moved(tmp_path: Path) -> Non
         assert float(found.evidence["guessing"]) == pytest.approx(times * 1.386, rel=1e-3)
     (found,) = at_chance(tmp_path / "moving", 1e-3)
     assert "cause" not in found.evidence and "labels" in found.advice
+    assert "the steps are not too small" in found.advice and "learning rate" not in found.advice
     for both_ways in (False, True):
         (found,) = of_pairs(tmp_path / f"cosines {both_ways}", Pairs(0.07), both_ways=both_ways)
         assert found.evidence["factor"] == pytest.approx(0.07) and "temperature" in found.advice

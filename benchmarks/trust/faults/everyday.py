@@ -432,7 +432,6 @@ class Reader(nn.Module):
     r"|(inputs?|rows|data)\b[^>]*(scrambl|shuffl|mixed|not (match|fit|belong)|unrelated|mismatch)"
     r"|(labels?|targets?)\b[^>]*(shuffl|not (match|fit|belong|depend)|unrelated|mismatch|nothing to do)",
     misleading=f"{SIDE}|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def scrambled(run: Training, *, sound: bool = False) -> None:
     """Batch and time are swapped by a reshape, not a transpose: each sequence is put together from other rows."""

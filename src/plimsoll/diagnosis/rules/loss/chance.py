@@ -34,8 +34,9 @@ class LossAtChance(Rule):
     says = "a classifier's loss stays where guessing is, rises far above it, begins there, or can only be there"
     meaning = "The loss is that of guessing among the classes: what the model has learned does not help."
     advice = (
-        "Check that inputs and labels still belong together (sorted or shuffled apart, off by one), and that the "
-        "inputs say something of the labels; then the learning rate."
+        "Check that inputs and labels still belong together (sorted or shuffled apart, off by one, rows mixed by a "
+        "view or reshape where a transpose was meant), and that the inputs say something of the labels; then the "
+        "learning rate."
     )
     figure = "loss_and_scale"
     items = {
@@ -132,7 +133,10 @@ class LossAtChance(Rule):
             return
         trunk = random_trunk(view)
         if trunk is None:
-            yield self.finding("warning", (), evidence, since_step=since, until_step=until)
+            way = min(way, _way(view))
+            moved = f"Weight matrices have gone up to {percent(way)} of their size: the steps are not too small."
+            advice = f"{self.advice.partition('; ')[0]}. {moved}" if self.way <= way < math.inf else None
+            yield self.finding("warning", (), evidence, since_step=since, until_step=until, advice=advice)
             return
         names = listed_in(trunk, "modules")
         yield self.finding(
