@@ -360,6 +360,53 @@ def test_bounds_that_move_or_are_meant_are_not(
     assert found(tmp_path, module, batch) == []
 
 
+class Codes(nn.Module):
+    """Codes of a range times a step from the largest value, of all batches or the first; clamped, or INT8 as it is."""
+
+    def __init__(self, lowest: int, highest: int, *, once: bool = False, wraps: bool = False) -> None:
+        super().__init__()
+        self.range, self.once, self.wraps, self.top = (lowest, highest), once, wraps, torch.zeros(())
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.top == 0 or not self.once:
+            self.top = x.detach().abs().amax()
+        step = self.top / self.range[1]
+        codes = (x.detach() / step).round()
+        codes = codes.int().to(torch.int8).float() if self.wraps else codes.clamp(*self.range)
+        return x + (codes * step - x).detach()
+
+
+def louder(step: int) -> Tensor:
+    return (1 + step / 2) * torch.randn(64, 32).abs()
+
+
+POSITIVE: Callable[[int], Tensor] = lambda step: torch.rand(64, 32)  # noqa: E731
+
+
+@each(
+    "module, batch, cause",
+    [
+        (Codes(0, 255), normal(), "negative inputs cut to zero"),
+        (Codes(0, 127), lambda step: 0.5 + torch.randn(64, 32), "negative inputs cut to zero"),
+        (Codes(-128, 127, once=True, wraps=True), louder, "large values come back negative"),
+        (Codes(-127, 127), normal(), ""),
+        (Codes(0, 255), POSITIVE, ""),
+        (Codes(0, 255), lambda step: torch.randn(64, 32).abs() - 0.01, ""),
+        (nn.Sequential(nn.Linear(32, 32), Codes(0, 255)), normal(), ""),
+        (nn.ReLU(), normal(), ""),
+        (Apply(lambda x: x.clamp(0.0, 6.0)), normal(), ""),
+        (Codes(-128, 127, once=True), POSITIVE, ""),
+        (nn.Sequential(nn.Linear(32, 32), Codes(-128, 127)), POSITIVE, ""),
+        (Apply(lambda x: Codes(-128, 127)(x * (1 - 2.0 * (torch.rand(x.shape) < 0.5)))), POSITIVE, ""),
+    ],
+)
+def test_codes_that_lose_or_turn_the_sign_are_named(
+    tmp_path: Path, module: nn.Module, batch: Callable[[int], Tensor], cause: str
+) -> None:
+    findings = found(tmp_path, module, batch, ["cast-saturates"])
+    assert [(f.severity, f.evidence["cause"]) for f in findings] == ([("warning", cause)] if cause else [])
+
+
 # -- dropout
 
 

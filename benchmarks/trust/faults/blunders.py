@@ -88,7 +88,6 @@ class Int8(nn.Module):
     "int8-wraps-around",
     named=r"int8|8[- ]bit|wrap|clamp|quanti[sz]|calibrat|(sign|signs) (flip|change|differ)|\bint\d",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def wrapped(run: Training, *, sound: bool = False) -> None:
     """INT8 values are not clamped: what grows past the first batch's range comes back with the other sign."""

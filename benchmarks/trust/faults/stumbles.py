@@ -210,7 +210,6 @@ class Quantized(nn.Module):
     )
     + r"|u?int8|8[- ]bit|unsigned|quanti[sz]|zero[- ]?point",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def half_of_the_line(run: Training, *, sound: bool = False) -> None:
     """Inputs around 0 are rounded to unsigned 8-bit codes, as for pixels: all that is negative becomes zero."""

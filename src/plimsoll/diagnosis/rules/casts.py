@@ -36,6 +36,8 @@ from plimsoll.text import number, percent, power
 _SAMPLES = "not reported from a single sample"
 _WORKS = 0.01  # of a tensor's values that a scale that works may flush, as in `whatif`
 _CONSTANT_SCALE = "a bound that stays"
+_UNSIGNED = "negative inputs cut to zero"
+_WRAPPED = "large values come back negative"
 _ONE_SCALE = "a grid that is too coarse"
 _WEIGHTS = "weights cast without a scale"
 _ACTIVATIONS = "activations cast without a scale"
@@ -47,6 +49,8 @@ _GRADIENTS = "gradients through a narrow cast"
 _QUANTA = 8  # times FP16's smallest number: what a few additions make of it
 _LARGEST = (7, 8, 15, 16, 31, 63, 127, 128, 255)  # the largest whole numbers that quantised values are
 _BITS = 8  # of formats in which activations are sent or kept
+_BYTES = (127, 255)  # the largest of them, with a sign and without
+_SIGNED = 0.1  # of the sizes of a model's input that are negative: fewer may be noise around zero
 _ON_GRID = 1e-3  # of a step of the grid: the smallest of a tensor's values is so near a whole number by chance in 500
 _Found = tuple[CastCells, int, int, int, float]  # cells, layer, first and last place, value
 
@@ -143,9 +147,38 @@ class CastSaturates(ShareRule):
     cut: float = threshold(0.5, "of what comes in, beyond a bound that stays: a clamp for outliers cuts next to none")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding for each collection, and one of modules that round by hand."""
+        """Yield one finding for each collection, and those of modules that round by hand."""
         yield from self._of_shares(view, "saturated", lambda cast: cast.saturated)
         yield from self._by_hand(view)
+        cells = view.cells("activations")
+        if cells is None:
+            return
+        yield from self._of_signs(
+            cells, _negative_cut(cells, str(view.run.manifest.get("root"))), _UNSIGNED,
+            "The module rounds the model's input to codes without a sign, and all that is negative becomes zero: {} of "
+            "the input's sizes. What is left are whole multiples of a 255th or 127th of the largest value.",
+            "Use codes with a sign (INT8, -127 to 127), or a zero point. Codes without one are for values that are "
+            "never negative, such as pixels.",
+        )  # fmt: skip
+        yield from self._of_signs(
+            cells, _wrapped(cells), _WRAPPED,
+            "The module rounds to 8-bit codes without a clamp. What is above its range wraps around and comes back "
+            "with the other sign: no input is negative, but outputs reach down to -128 steps of its grid: {} of "
+            "their sizes.",
+            "Clamp the codes to -128 and 127 before the cast to INT8, and take the scale from usual batches, not from "
+            "the first one alone.",
+        )  # fmt: skip
+
+    def _of_signs(self, cells: Cells, shares: Floats, cause: str, meaning: str, advice: str) -> Iterator[Finding]:
+        """Yield one finding of the modules that lose or turn this share of the signs; `meaning` has a place for it."""
+        spans = layer_spans(shares > 0, ~np.isnan(shares), self.samples)
+        if spans:
+            spots = worst(cells, spans, shares)
+            evidence = {"cause": cause, "saturated": spots[0].value, "worst": spots[0].name}
+            yield self.finding(
+                "warning", spots, evidence, until_step=last_of(cells, spans), collection="activations", actions=(),
+                figure="spectrogram", meaning=meaning.format(percent(spots[0].value)), advice=advice,
+            )  # fmt: skip
 
     # A scale from the first batch is a number of many digits, and what goes out never exceeds the bound that it sets.
     # The bounds of activations (1, 6) and of clamps are round numbers.
@@ -179,6 +212,18 @@ class CastSaturates(ShareRule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the share beyond the largest value."""
+        if context.cause == _UNSIGNED:
+            return Phrase(
+                what=f"{context.place} has cut all negative inputs to zero {context.since}",
+                effect="as it rounds to codes without a sign",
+                remedy="use codes with a sign",
+            )
+        if context.cause == _WRAPPED:
+            return Phrase(
+                what=f"large inputs of {context.place} have come back negative {context.since}",
+                effect="as its 8-bit codes wrap around",
+                remedy="clamp them before the cast",
+            )
         if context.cause == _CONSTANT_SCALE:
             return Phrase(
                 what=f"{percent(context.number('saturated'))} of the inputs of {context.place} have been beyond "
@@ -601,6 +646,58 @@ def _beyond(cells: Cells, layer: int, places: Ints, bound: float) -> Floats:
     above = np.full(len(cells), ceil(log2(bound)), dtype=np.int64) + np.rint(np.log2(cells.scale)).astype(np.int64)
     counts = cells.total(cells.nonzero - cells.below_binade(above))[layer]
     return counts[places] / cells.finite[layer, places]
+
+
+# Inside a model a ReLU may be part of a quantiser. What a model is given has its sign for a reason. A ReLU alone keeps
+# the smallest values, which a grid does not have.
+def _negative_cut(cells: Cells, root: str) -> Floats:
+    """Return what share of the model's input is negative where a module rounds the rest of it to an unsigned grid."""
+    shares = np.full(cells.shape, np.nan)
+    given = [place for place, name in enumerate(cells.names) if name.startswith(f"{root}:input")]
+    low, high = -cells.highest(-cells.columns["min"]), cells.highest(cells.columns["max"])
+    plain, size, square = (cells.total_of(name) for name in ("sum", "abssum", "sumsq"))
+    most, least = cells.highest(cells.columns["absmax"]), -cells.highest(-cells.columns["absmin"])
+    for name, into, out in module_ends(cells):
+        if name == root or not any((square[into] == square[place]).any() for place in given):
+            continue
+        with np.errstate(all="ignore"):
+            positive, negative = (size[into] + plain[into]) / 2, (size[into] - plain[into]) / 2
+            same = (cells.finite[into] == cells.finite[out]) & (low[out] == 0)
+            same &= np.abs(plain[out] / positive - 1) <= 1 / _BYTES[0]
+            same &= np.abs(high[out] - high[into]) <= most[into] / _BYTES[0]
+            steps = [by * least[out] / base for by in _BYTES for base in (most[into], most[out])]
+            on_grid = np.array([(each > 0.5) & (np.abs(each - np.rint(each)) <= _ON_GRID) for each in steps])
+        known = np.flatnonzero(cells.recorded[into] & cells.recorded[out])
+        if len(known) and on_grid[:, known].all(axis=1).any():
+            share = negative / size[into]
+            shares[out, known] = np.where(same & (share >= _SIGNED), share, 0.0)[known]
+    return shares
+
+
+# No input is negative, the outputs reach down to -128 steps, and hardly a value below half of the range has changed
+# its size: a rotation or a layer before the rounding would have changed most.
+def _wrapped(cells: Cells) -> Floats:
+    """Return what share of the outputs is negative where a module's 8-bit codes have wrapped around."""
+    shares = np.full(cells.shape, np.nan)
+    low, high = -cells.highest(-cells.columns["min"]), cells.highest(cells.columns["max"])
+    plain, size = cells.total_of("sum"), cells.total_of("abssum")
+    least = -cells.highest(-cells.columns["absmin"])
+    for _, into, out in module_ends(cells):
+        known = np.flatnonzero(cells.recorded[into] & cells.recorded[out])
+        with np.errstate(all="ignore"):
+            step = np.maximum(high[out] / 127, low[out] / -128)  # one of the two is among the values of a large batch
+            on_grid = (least[out] > step / 2) & (np.abs(least[out] / step - np.rint(least[out] / step)) <= _ON_GRID)
+            holds = on_grid & (low[into] >= 0) & (cells.finite[into] == cells.finite[out])
+            holds &= (low[out] <= -64 * step) & (high[out] >= 64 * step) & (high[into] > 127.5 * step)
+        if not holds[known].any():
+            continue
+        binade = np.full(len(cells), floor(log2(64 * float(np.nanmedian(step[known][holds[known]])))), dtype=np.int64)
+        large = cells.total(cells.nonzero - cells.below_binade(binade))
+        with np.errstate(all="ignore"):
+            holds &= np.abs(large[out] - large[into]) <= 0.1 * large[into]
+        share = (size[out] - plain[out]) / (2 * size[out])
+        shares[out, known] = np.where(holds, share, np.where(on_grid, 0.0, np.nan))[known]
+    return shares
 
 
 def _holds(name: str, fmt: Format) -> bool:
