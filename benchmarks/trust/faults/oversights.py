@@ -361,7 +361,6 @@ def certain(run: Training, *, sound: bool = False) -> None:
     r"|(outputs?|rows?|values?|vectors?|embeddings?)[^>]*(constant|identical|equal|the same|distinct)"
     r"|(effective|stable|low|full) rank|(do|does) not (vary|depend)|(same|one) (output|direction)",
     misleading=f"{SIDE}|learning rate|scale-collapse",
-    held_back=True,
 )
 def collapsed(run: Training, *, sound: bool = False) -> None:
     """Two views are pulled together, and neither is detached: all rows become one vector, and the loss is perfect."""

@@ -330,7 +330,6 @@ def stale_target(run: Training, *, sound: bool = False) -> None:
     "hardest-triplets-from-the-start",
     named=rf"{ALIKE}|margin|triplet|mining|lower the (learning )?rate",
     misleading=f"{SIDE}|raise the (learning )?rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def hardest(run: Training, *, sound: bool = False) -> None:
     """Only the hardest triplets of a batch are learned from, at a high rate: all rows become one point."""

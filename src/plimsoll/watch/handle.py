@@ -208,6 +208,7 @@ class Watch:
         taps.attach(session.due.forward)
         torch_hooks.subscribe(self._steps, scaler)
         self._steps.wiring = Wiring(session, optimizers)
+        taps.rows = self._steps.wiring.rows
         torch_hooks.subscribe(self._steps.wiring)
         self._steps.origin = origin = Origin(session, parameters, self._steps, root)
         taps.graph_names = origin.names

@@ -54,6 +54,11 @@ _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations th
 # torch 2.9 does not show whether a hook has packed a kept tensor.
 _SHOWS_HOOKS = hasattr(cast("Any", torch)._C._autograd.SavedTensor, "unpack_hook")  # noqa: SLF001
 
+# Operations that hold results apart whatever the loss is (whitening), or keep lengths and angles as they are.
+_HOLDS_APART = re.compile(r"(Linalg(?!VectorNorm)|Cholesky|Triangular|Svd|Eig|Qr|Inverse|Householder|Matrix)\w*")
+_PRODUCTS = ("MmBackward0", "BmmBackward0", "MvBackward0")
+_WAY_TO_NORM = 6  # nodes between a division and the norm that it divides by
+
 # The number of the backward that runs on this thread, -1 for none. torch has it nowhere in public.
 backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 
@@ -579,6 +584,97 @@ def spread_outputs(root: Tensor) -> int:
                     return shape[0]
             node = maker
     return 0
+
+
+# Cosines, and errors between normalised vectors, are best where both are the same. Where one side is detached, or comes
+# from other weights, one vector for all rows is no shorter way there.
+def only_pulls(root: Tensor, scale: Tensor | None) -> list[Tensor]:
+    """Return the weights behind both sides of each term of a loss that only pulls normalised results together.
+
+    Empty if the loss has any other term, if a term pushes, or if something on the way holds the rows apart.
+    """
+    waiting: list[tuple[Any, int]] = [(root.grad_fn, 1)]
+    pairs = list[tuple[Any, Any]]()
+    for _ in range(_NEAREST):
+        if not waiting:
+            break
+        node, sign = waiting.pop()
+        kind = type(node).__name__
+        makers: list[Any] = [maker for maker, _ in getattr(node, "next_functions", ())]
+        given = [maker for maker in makers if maker is not None]
+        if kind.startswith(("AddBackward", "SubBackward")):
+            second = -sign if kind.startswith("Sub") else sign
+            waiting += [(m, s) for m, s in zip(makers, (sign, second), strict=True) if m is not None]
+        elif len(given) == 1 and (factor := _sign_of(node, scale)):
+            waiting.append((given[0], sign * factor))
+        else:
+            is_error = kind == "MseLossBackward0"
+            sides = [_normalised(maker) for maker in given if maker is not None]
+            if len(sides) != 2 or None in sides or sign != (1 if is_error else -1):
+                return []
+            if not is_error and kind != "MulBackward0":
+                return []
+            pairs.append((sides[0], sides[1]))
+    behind = [list(_behind([side])) for pair in pairs for side in pair]
+    if waiting or not pairs or any(_holds_apart(node) for nodes in behind for node in nodes):
+        return []
+    found = [{id(v): v for node in nodes if (v := getattr(node, "variable", None)) is not None} for nodes in behind]
+    common = [key for key in found[0] if all(key in leaves for leaves in found)]
+    return [found[0][key] for key in common]
+
+
+def _sign_of(node: Any, scale: Tensor | None) -> int:
+    """Return the sign by which a node with one operand in the graph multiplies it; 0 if it does anything else."""
+    kind = type(node).__name__
+    if _SAME_VALUES.fullmatch(kind) or kind.startswith(("MeanBackward", "SumBackward")):
+        return 1
+    if kind == "NegBackward0" or kind.startswith("RsubBackward"):
+        return -1
+    if kind not in ("MulBackward0", "DivBackward0"):
+        return 0
+    try:
+        factors = [x for name in ("_saved_other", "_saved_self") if (x := _kept(node, name)) is not None]
+    except RuntimeError:  # an earlier backward has freed them
+        return 0
+    if len(factors) != 1 or factors[0].numel() != 1:
+        return 0
+    if scale is not None and factors[0].data_ptr() == scale.data_ptr():
+        return 1
+    return 0 if factors[0].device.type != "cpu" else int(factors[0].sign())
+
+
+def _normalised(node: Any) -> Any:
+    """Return what has made vectors before they were divided by their own norms; None if they were not."""
+    divided, _ = _through_views(node)
+    if type(divided).__name__ != "DivBackward0":
+        return None
+    (vectors, _), (norm, _) = divided.next_functions
+    for _ in range(_WAY_TO_NORM):
+        if norm is None or type(norm).__name__ in ("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"):
+            break
+        norm = norm.next_functions[0][0] if norm.next_functions else None
+    return vectors if norm is not None and norm.next_functions and norm.next_functions[0][0] is vectors else None
+
+
+# What a function of a user's own or a compiled graph computes is not known: it may turn a gradient around. A product of
+# results with data turns each row differently, and no vector is the same in all turns.
+def _holds_apart(node: Any) -> bool:
+    """Return whether a node may keep rows apart that a loss pulls together."""
+    kind = type(node).__name__
+    if isinstance(node, torch.autograd.function.BackwardCFunction) or _HOLDS_APART.fullmatch(kind):
+        return True
+    if kind not in _PRODUCTS:
+        return False
+    makers = [_through_views(maker)[0] for maker, _ in node.next_functions]
+    given = [maker for maker in makers if maker is not None]
+    return len(given) == 1 and not _is_leaf(given[0])
+
+
+def _is_leaf(node: Any) -> bool:
+    """Return whether a node is a leaf, or a leaf that was transposed."""
+    while _SAME_VALUES.fullmatch(type(node).__name__):
+        node = node.next_functions[0][0]
+    return getattr(node, "variable", None) is not None
 
 
 def _through_views(node: Any) -> tuple[Any, tuple[int, ...]]:

@@ -59,6 +59,18 @@ class NamesInGraphs(Protocol):
         ...
 
 
+class RowsOfBatches(Protocol):
+    """Rows of what a module that no other one has called takes and gives, in a sampled step."""
+
+    def begins(self, inputs: list[tuple[str, Tensor]]) -> None:
+        """It is called."""
+        ...
+
+    def ends(self, name: str, outputs: list[tuple[str, Tensor]]) -> None:
+        """It has returned."""
+        ...
+
+
 class Taps:
     """All taps of one watch."""
 
@@ -75,6 +87,7 @@ class Taps:
         self.compiled = CompiledTaps(session, _devices(modules), len(modules))
         self.attached = True
         self.graph_names: NamesInGraphs | None = None
+        self.rows: RowsOfBatches | None = None
         self.saw_eval_forward = False
         self.takes_eval_forward = False
         self._sights: dict[int, _Sight] = {}
@@ -192,6 +205,15 @@ class Taps:
             for path, x in found:
                 self._see_one(tap.prefix + path, x, recomputing)
 
+    def _compares_rows(self) -> bool:
+        """Return whether this is a forward of a sampled step, and no recomputation, trial or evaluation."""
+        session = self.session
+        if not session.due.activations or session.muted or WatchSession.repeating or not torch.is_grad_enabled():
+            return False
+        if is_transformed() or is_capturing() or autograd_graph.backward_running() != -1:
+            return False
+        return session.live or self._is_training_forward()
+
     def _is_evaluated_elsewhere(self) -> bool:
         """Return True in an evaluation on a thread of its own, in the middle of another's training forward."""
         session = self.session
@@ -236,6 +258,8 @@ class Taps:
             tap.say_complex(args[0])
         if self.graph_names is not None and not is_transformed():
             self.graph_names.add_inputs(tap.name, tensors)
+        if self.rows is not None and not self.inside and self._compares_rows():
+            self.rows.begins(tensors)
 
     @contained
     def module_ends(self, tap: "_Tap", module: nn.Module, output: Any) -> None:
@@ -246,6 +270,8 @@ class Taps:
             tap.say_complex(output)
         if self.graph_names is not None and not is_transformed():
             self.graph_names.add_outputs(tap.name, tensors)
+        if self.rows is not None and not self.inside and self._compares_rows():
+            self.rows.ends(tap.name, tensors)
         if tensors and tensors[0][1].dtype in SIXTEEN_BIT:
             self.narrow(tap.name, module, tensors[0][1].dtype)
 
@@ -382,8 +408,8 @@ class _Before(_Tap):
             return None
         if torch.compiler.is_compiling():
             return self.taps.compiled.inputs(self.name, args, kwargs)
+        self.taps.module_begins(self, args, kwargs)  # first: it may begin a step, which forgets the modules inside
         self.taps.inside.append(self.name)
-        self.taps.module_begins(self, args, kwargs)
         return None
 
 

@@ -25,7 +25,7 @@ from plimsoll.diagnosis.rules.layers.zeros import LEAVE_ZERO, DeadLayer
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats
-from plimsoll.diagnosis.tables.wiring_facts import ONE_VALUE_NORM, facts, listed_in
+from plimsoll.diagnosis.tables.wiring_facts import ONE_VALUE_NORM, facts, first_fact, listed_in
 from plimsoll.diagnosis.tables.zero_gradients import always_zero, is_constant_aside
 from plimsoll.diagnosis.view import View
 from plimsoll.text import number, percent
@@ -33,6 +33,8 @@ from plimsoll.text import number, percent
 _TWO_VALUES = "norm of two values"  # a fact of the watch
 _LAST_BATCH = "norm of the last batch"  # likewise, and the cause in the evidence
 _STOPPED = "gradients stop"
+_PULLED = "only pulls"  # a fact of the watch, and the cause in the evidence
+_ROWS = "rows alike"  # likewise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +246,13 @@ class GradientsVanish(Rule):
 
 @dataclass(frozen=True, kw_only=True)
 class OutputsAlike(Rule):
-    """Outputs all of whose values are one number, or neighbours in their format."""
+    """Outputs all of whose values are one number or neighbours in their format, or whose rows become one vector."""
 
     id = "outputs-alike"
-    says = "all values of a module's output are one number, or the few next to it that their format has"
+    says = (
+        "all values of a module's output are one number, or the few next to it that their format has; most rows of a "
+        "batch get the same output; or the loss is best when all outputs are the same"
+    )
     meaning = "All values of these outputs are nearly the same: what comes in makes hardly a difference."
     advice = (
         "If they differ before they are rounded, compute in FP32, or with the small difference itself: subtract the "
@@ -263,7 +268,9 @@ class OutputsAlike(Rule):
     samples: float = threshold(5, "a module whose weights begin at zero leaves its bias after a step or two")
 
     def findings(self, view: View) -> Iterator[Finding]:
-        """Yield one finding, of the outputs."""
+        """Yield one finding of the values, one of rows, one of the loss."""
+        yield from self._rows(view)
+        yield from self._pulled(view)
         cells = view.cells("activations")
         if cells is None:
             return
@@ -297,6 +304,40 @@ class OutputsAlike(Rule):
             }  # fmt: skip
             yield self.finding("warning", spots, evidence, until_step=last_of(cells, spans), collection="activations")
 
+    # Rows that are equal to the last bit, of inputs that differ, have lost what they differ in on their way: behind
+    # ReLUs that are zero for all of them there is nothing but the biases.
+    def _rows(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the outputs whose rows differed at first, and are most of them one vector at the end."""
+        last = {name: event for event in facts(view, _ROWS) for name in listed_in(event, "modules")}
+        alike = {name: event for name, event in last.items() if event.details.get("holds") is True}
+        if not alike:
+            return
+        spots = [Spot(name=name, since_step=int(str(e.details["since"]))) for name, e in alike.items()]
+        first = alike[spots[0].name]
+        same, of = (int(str(first.details[key])) for key in ("rows", "of"))
+        yield self.finding(
+            "warning", spots, {"cause": _ROWS, "same": same, "of": of}, until_step=max(view.last_step, first.step),
+            collection="activations",
+            meaning=f"{same} of {of} rows of a batch get the same output to the last bit, although their inputs "
+            "differ. At first all rows were different: the outputs have collapsed into one vector.",
+            advice="Look for hidden values that are zero for nearly all rows, and lower the learning rate. With a "
+            "loss that compares the rows of a batch, take all or semi-hard pairs before the hardest ones.",
+        )  # fmt: skip
+
+    def _pulled(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of a loss that only pulls results of the same weights together."""
+        event = first_fact(view, _PULLED)
+        if event is not None:
+            yield self.finding(
+                "warning", (), {"cause": _PULLED}, since_step=event.step, until_step=max(view.last_step, event.step),
+                figure="loss_and_scale",
+                meaning="The loss only pulls pairs of the model's own outputs together. Both sides come from the same "
+                "weights and have gradients, and nothing holds different rows apart: the loss is perfect once all "
+                "rows have the same output. Representations collapse so.",
+                advice="Detach one side of each pair (a stop-gradient, or a target network without gradients), or add "
+                "what holds rows apart: negative pairs, or a term of variance and covariance.",
+            )  # fmt: skip
+
     # A policy's ratio to itself is 1 in the first pass after each draw, and a watch that records every tenth step may
     # see these alone. It is trained through. A table or a factor that rounding has made 1 has no gradient, and in 16
     # bits what has one may be rounded too.
@@ -309,7 +350,20 @@ class OutputsAlike(Rule):
         return np.array(wide, dtype=bool) & (is_one | ~cells.recorded).all(axis=1) & seldom
 
     def phrase(self, context: FindingContext) -> Phrase:
-        """Return the outputs, their value, and what the format holds there."""
+        """Return the outputs, their value, and what the format holds there; or what is the same."""
+        if context.cause == _PULLED:
+            return Phrase(
+                what="the loss only pulls outputs of the same weights together, and is perfect once all are the same, "
+                f"seen {context.since}",
+                remedy="detach one side of each pair",
+            )
+        if context.cause == _ROWS:
+            return Phrase(
+                what=f"{context.number('same'):.0f} of {context.number('of'):.0f} rows of {context.place} have been "
+                f"one vector {context.since}",
+                effect="although their inputs differ",
+                remedy="look for hidden values that are zero for all rows, and lower the learning rate",
+            )
         near, spacing = context.number("near"), context.number("spacing")
         return Phrase(
             what=f"all outputs of {context.place} have been about {number(near)} {context.since}",

@@ -26,7 +26,7 @@ from plimsoll.watch.steps.wiring.gradients import (
 )
 from plimsoll.watch.steps.wiring.kept_narrow import LostEpsilon, Moments, NarrowProducts, Roundings
 from plimsoll.watch.steps.wiring.loss_graph import LossGraph
-from plimsoll.watch.steps.wiring.modes import EvaluationMode, FrozenNorms, NarrowNorms
+from plimsoll.watch.steps.wiring.modes import EvaluationMode, FrozenNorms, NarrowNorms, RowsAlike
 from plimsoll.watch.steps.wiring.ownership import NeverStepped, OtherTensors, Ownership
 from plimsoll.watch.steps.wiring.schedules import Schedules
 from plimsoll.watch.steps.wiring.weights import ClearedStates, FirstDraws, FirstWeights, FrozenDraws, Overwrites
@@ -83,6 +83,7 @@ class Wiring(torch_hooks.TrainingEvents):
             names = ", ".join(type(optimizer).__name__ for optimizer in given)
             message = f"no parameter of {names} is one of the model's"
             self._training.facts.record("foreign optimizer", message, optimizer=names)
+        self.rows = RowsAlike(self._training)  # the taps call it: outputs are no event of torch's
         session.at_close.append(self._close)
 
     @contained

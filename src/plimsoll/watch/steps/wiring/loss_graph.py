@@ -13,6 +13,7 @@
 - Scores where logarithms are wanted, and targets that the function before the loss cannot put out.
 - Targets that are the model's own input tokens, that its attention sees at the next place, or that are mostly padding.
 - Attention that reads padding alone.
+- Losses that only pull results of the same weights together.
 - Batches whose targets are of one class, and those of other batches of another.
 """
 
@@ -67,6 +68,7 @@ class LossGraph(TrainingCheck):
         self._pairs: list[set[str]] = []  # the batch norms over two values, of each look
         self._flushed: Counter[str] = Counter()  # looks at which what is kept in 8 bits had become zero
         self._casts: dict[tuple[int, int], int] = {}  # versions of the weights that casts were made of
+        self._pulled: list[set[int]] = []  # the weights behind both sides of all terms, of each look
         self._root = -1  # place of the last loss among the operations
 
     def backward_begins(self, tensors: Any) -> None:
@@ -85,6 +87,8 @@ class LossGraph(TrainingCheck):
             self._targets.look_at_classes(roots[0])
         if self._looks:
             self._looks -= 1
+            pulled = autograd_graph.only_pulls(roots[0], training.scale()) if is_loss else []
+            self._pulled.append({id(weight) for weight in pulled})
             self._squashed = autograd_graph.squashed_twice(roots)
             if is_loss:
                 self._look_behind(roots[0])
@@ -110,6 +114,13 @@ class LossGraph(TrainingCheck):
         if self._divided and self._divided == self.training.backwards_since_step:
             message = f"the loss is divided by {self._divided} twice, the number of micro-batches of a step"
             self.facts.record("divided twice", message, by=self._divided)
+        if len(self._pulled) == _LOOKS and all(self._pulled):
+            names, owned = self.training.names(), self.training.owned()
+            common = [key for key in owned.intersection(*self._pulled) if key in names]
+            self._pulled = []
+            if common:
+                message = "the loss only pulls results of the same weights together, and nothing holds them apart"
+                self.facts.record("only pulls", message, parameters=sorted(names[key] for key in common))
 
     def _look_behind(self, loss: Tensor) -> None:
         self._divided = autograd_graph.divided_twice(loss)

@@ -1,8 +1,9 @@
-"""Checks of the modes of a model's modules: evaluation mode, and norms that normalise nothing.
+"""Checks of the modes of a model's modules: evaluation mode, norms that normalise nothing, outputs that are one vector.
 
 - A model that is trained in evaluation mode, and batch norms that have seen no data.
 - Frozen batch norms whose running statistics follow the data.
 - Norms over a single value, which are their bias whatever comes in.
+- Outputs whose rows differ at first, and become one vector.
 """
 
 import math
@@ -10,15 +11,29 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
 
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.names import clean
-from plimsoll.watch.steps.wiring.checks import REPEATS, Fact, FollowedOptimizer, Training, TrainingCheck, listed
+from plimsoll.watch.steps.wiring.checks import (
+    REPEATS,
+    Fact,
+    FollowedOptimizer,
+    Training,
+    TrainingCheck,
+    is_plain,
+    listed,
+)
 
 _STEPS = 10  # on end: a script may evaluate right before a step
 _LAST = 0.9  # of running statistics that are of the last batch: torch's momentum is not the share that is kept
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
+_ROWS, _LEAST_ROWS = 128, 16  # of a batch that are compared, and without which nothing is
+_COLUMNS, _LEAST_COLUMNS = 256, 8  # of a row, likewise
+_MOST, _FEW = 0.5, 0.25  # of the rows that are one vector, and so few that it is over
+_VARIED = 0.75  # of the vector's values differ from the next one: no one-hot, no code of signs, no plain picture
+_DIFFER = 0.9  # of the inputs' rows differ from the next one
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -111,6 +126,79 @@ class NarrowNorms(TrainingCheck):
         super().__init__(training)
         if narrow := _norms_of_one_value(training.model()):
             self.facts.record("norm of one value", f"{listed(narrow)} normalise single values", modules=narrow)
+
+
+class RowsAlike(TrainingCheck):
+    """Outputs of whole models, or of parts that are called by themselves, in sampled steps."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._inputs: dict[int, Tensor] = {}  # by number of rows: which rows differ from the next one
+        self._streaks: dict[str, list[int]] = {}  # steps on end at which most rows were alike; known from a first look
+        self._said: set[str] = set()
+
+    @torch.no_grad()
+    def begins(self, inputs: Iterable[tuple[str, Tensor]]) -> None:
+        """A module is called that no other one has called."""
+        self._inputs = {}
+        for _, x in inputs:
+            if (some := _some_rows(x, 1)) is not None:
+                differ = (some[1:] != some[:-1]).any(dim=1)
+                self._inputs[len(x)] = differ | self._inputs.get(len(x), differ)
+
+    # The sorted columns' middle is the vector that more than half of the rows are, if there is one. Nothing here waits
+    # for a device: the background thread reads and compares.
+    @torch.no_grad()
+    def ends(self, name: str, outputs: Iterable[tuple[str, Tensor]]) -> None:
+        """It has returned."""
+        inputs, self._inputs = self._inputs, {}
+        for path, x in outputs:
+            some = _some_rows(x, _LEAST_COLUMNS) if x.is_floating_point() and x.dim() > 1 else None
+            differ = inputs.get(len(x)) if some is not None else None
+            if some is None or differ is None or differ.device != some.device:
+                continue
+            middle = some.sort(dim=0).values[len(some) // 2]
+            same = (some == middle).all(dim=1).sum()
+            varied = (middle[1:] != middle[:-1]).float().mean() >= _VARIED
+            counts = DeviceValue(torch.stack([same, differ.float().mean() >= _DIFFER, varied]))
+            self._compare(f"{name}:output{path}", counts, len(some))
+
+    def _compare(self, name: str, counts: DeviceValue, rows: int) -> None:
+        step = self.session.step
+
+        def read() -> list[Fact]:
+            same, *sound = cast("list[int]", counts.tensor().tolist())
+            if not all(sound):
+                return []
+            if name not in self._streaks:
+                if same <= 1:
+                    self._streaks[name] = []
+                return []
+            streak, said = self._streaks[name], name in self._said
+            if same >= _MOST * rows:
+                streak.append(step)
+            elif not said or same < _FEW * rows:
+                streak.clear()
+            if said is (len(streak) >= REPEATS):
+                return []
+            self._said ^= {name}
+            message = f"{same} of {rows} rows of {name} are one vector"
+            since = streak[0] if streak else step
+            return [
+                Fact("rows alike", message, {
+                    "modules": [name], "holds": not said, "since": since, "rows": same, "of": rows,
+                })
+            ]  # fmt: skip
+
+        self.facts.record_from(read)
+
+
+def _some_rows(x: Tensor, columns: int) -> Tensor | None:
+    """Return values of the first rows of a batch, from all over each row; None for fewer rows or columns."""
+    if not is_plain(x) or x.dim() == 0 or len(x) < _LEAST_ROWS:
+        return None
+    rows = x.detach()[:_ROWS].reshape(min(len(x), _ROWS), -1)
+    return rows[:, :: 1 + rows.shape[1] // _COLUMNS] if rows.shape[1] >= columns else None
 
 
 def _norms_of_one_value(model: nn.Module | None) -> list[str]:
