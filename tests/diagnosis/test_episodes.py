@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding, View, diagnose
-from plimsoll.diagnosis.tables.episodes import first_of_deciding, reaching
+from plimsoll.diagnosis.tables.trend import first_of_deciding, reaching
 from plimsoll.report.verdicts.verdict_sentence import verdict
 from plimsoll.runs import Run
 from plimsoll.scaling import DynamicScaler, SpectralScaler

@@ -10,7 +10,7 @@ import numpy as np
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Mask, Phrase, Rule, find_spans, threshold
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.diagnosis.tables.episodes import Span, first_of_deciding, reaching
+from plimsoll.diagnosis.tables.trend import Span, first_of_deciding, reaching
 from plimsoll.diagnosis.tables.wiring_facts import largest_input
 from plimsoll.diagnosis.view import View
 from plimsoll.tensor_collections import FORWARD, IN_STEP_ORDER, WITH_LOSS_SCALE

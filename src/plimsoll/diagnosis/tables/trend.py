@@ -1,11 +1,13 @@
-"""Trends of a series (Theil-Sen slope, Mann-Kendall test), and rises of a loss."""
+"""Trends of a series (Theil-Sen slope, Mann-Kendall test), rises of a loss, and episodes of broken steps."""
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
+from numpy.typing import NDArray
 
 from plimsoll.diagnosis.tables.cells import Floats, Ints
 
@@ -13,6 +15,7 @@ _POINTS = 64
 _LEAST = 8  # points without which nothing is said
 _GROWTH = 1.35  # from one look at a growing series to the next
 _NORMAL_95 = 1.959963984540054  # of the normal distribution 95 % lie between minus and plus this
+_DENSER = 2.0  # times the share of broken steps in the episodes before
 _EXACT_POINTS = 33  # up to so many points without ties the test counts all orders, as scipy does
 
 
@@ -276,3 +279,51 @@ def _rise_at(loss: Floats, first: int, usual: float, level: float, lasting: int,
         first=first, last=last, peak=first + int(np.argmax(loss[first : last + 1])), usual=usual, level=level,
         height=float(np.median(losses)), lasts=lasts, open=open_,
     )  # fmt: skip
+
+
+# -- episodes of broken steps ------------------------------------------------------------------------------------------
+
+Span = tuple[Ints, Ints]  # first steps, and for each the last step that it reaches to
+
+
+def reaching(steps: Ints, broken: NDArray[np.bool_], last_step: int) -> Span:
+    """Return the broken steps, each up to the next recorded one if that is broken too.
+
+    The last recorded one reaches to `last_step`: nothing shows that it is over.
+    """
+    following = np.where(np.append(broken[1:], True), np.append(steps[1:], last_step), steps)
+    return steps[broken], following[broken]
+
+
+def first_of_deciding(spans: Sequence[Span], last_step: int, recovered: float) -> int | None:
+    """Return the first step of the episode that decides. None without spans.
+
+    An episode is over once `recovered` steps follow it that are in no span. One that is not over decides if it has more
+    steps than all before it together, or `recovered` of them, and is denser than what came before. In all other cases
+    the first episode decides: a fault that comes now and then began when it came first.
+
+    >>> early, lasting = np.array([3]), np.arange(40, 60)
+    >>> first_of_deciding([(early, early), (lasting, lasting)], last_step=59, recovered=10)
+    40
+    >>> first_of_deciding([(early, early), (lasting, lasting)], last_step=99, recovered=10)
+    3
+
+    Every third batch is broken, but for a few at the start:
+
+    >>> thirds = np.setdiff1d(np.arange(0, 300, 3), np.arange(60, 75))
+    >>> first_of_deciding([(thirds, thirds)], last_step=299, recovered=10)
+    0
+    """
+    begins = np.concatenate([begin for begin, _ in spans]).astype(np.int64)
+    if not len(begins):
+        return None
+    first, of = np.unique(begins, return_inverse=True)
+    end = first.copy()
+    np.maximum.at(end, of, np.concatenate([end for _, end in spans]).astype(np.int64))
+    reached = np.maximum.accumulate(end)
+    episodes = np.flatnonzero(np.append(True, first[1:] - reached[:-1] > recovered))
+    sizes = np.add.reduceat(np.maximum(end - first, 1), episodes)
+    lasts = last_step - reached[-1] < recovered and (sizes[-1] >= recovered or sizes[-1] > sizes[:-1].sum())
+    last, many = first[episodes[-1]], max(sizes[:-1].sum(), 1)
+    denser = sizes[-1] * (last - first[0]) > _DENSER * many * (last_step - last + 1)
+    return int(first[episodes[-1 if lasts and denser else 0]])

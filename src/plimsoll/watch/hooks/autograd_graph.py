@@ -14,8 +14,8 @@ from torch import Tensor
 
 # Attributes of results, and of running statistics, which come from no other operation; others have arguments.
 _RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_", "_saved_total_weight")
-_LAST = 12  # nodes behind a loss that keep what the loss function was given
-_NEAREST = 64  # nodes behind a loss among which its loss scale, or a softmax of it, is looked for
+LAST = 12  # nodes behind a loss that keep what the loss function was given
+NEAREST = 64  # nodes behind a loss among which its loss scale, or a softmax of it, is looked for
 # Losses that apply a softmax or a sigmoid themselves, and the operation that has made probabilities of logits before.
 _OF_LOGITS = {
     "LogSoftmaxBackward0": ("SoftmaxBackward0", "softmax"),
@@ -26,7 +26,7 @@ _SAME_VALUES = re.compile(
     "(View|UnsafeView|ReshapeAlias|Transpose|T|Permute|Squeeze|Unsqueeze|Select|Slice|ToCopy|Clone)"
     r"Backward\d"
 )  # operations between the two that choose, order or cast values
-_NLL = ("NllLossBackward0", "NllLoss2DBackward0")
+NLL = ("NllLossBackward0", "NllLoss2DBackward0")
 _REGRESSIONS = ("MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0")
 _BOUNDED = {
     "ReluBackward0": ("ReLU", 0.0, math.inf),
@@ -36,18 +36,6 @@ _BOUNDED = {
 }
 _SAME_ORDER = re.compile("(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|ToCopy|Clone)Backward\\d")
 _OF_FUNCTION = "saved_tensors"  # of an autograd.Function: what it was given, and what it has computed
-_ATTENTION = re.compile(r"(ScaledDotProduct\w*|(Safe)?Softmax)Backward0")
-_OF_BATCHES = re.compile(r"(Bmm|Baddbmm)Backward0")  # products of two batches of matrices
-_OF_SCORES = re.compile(
-    "(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|Expand|ToCopy|Clone|Mul|Div|Add|Sub|MaskedFill|Where)"
-    r"Backward\d"
-)
-_OF_WEIGHTS = re.compile(
-    "(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|Expand|ToCopy|Clone|Mul|Div|NativeDropout)"
-    r"Backward\d"
-)
-_ATTENTIONS = 2  # behind a loss whose weights or masks are read
-_MASKED = -1e3  # that is added to a score: what is less leaves no weight
 _NORMS = ("LinalgVectorNormBackward0", "NormBackward1")
 _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
 
@@ -65,13 +53,13 @@ backward_running = cast("Any", torch)._C._current_graph_task_id  # noqa: SLF001
 
 def leaves_of(roots: "list[Tensor]") -> dict[int, Tensor]:
     """Return the leaves that a backward reaches, by identity; none in checkpoints."""
-    variables = (getattr(node, "variable", None) for node in _nodes(roots))
+    variables = (getattr(node, "variable", None) for node in nodes_of(roots))
     return {id(leaf): leaf for leaf in variables if leaf is not None}
 
 
 def operations_of(root: Tensor) -> list[Any]:
     """Return the operations behind a tensor, in the order in which they ran."""
-    nodes = [cast("Any", node) for node in _nodes([root]) if getattr(node, "variable", None) is None]
+    nodes = [cast("Any", node) for node in nodes_of([root]) if getattr(node, "variable", None) is None]
     return sorted(nodes, key=position)
 
 
@@ -152,7 +140,7 @@ def kept_in_8_bits(root: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
 
     Over the dimension a softmax's result has summed up to 1. None for other values.
     """
-    for node in _nodes([root]):
+    for node in nodes_of([root]):
         kind = type(node).__name__
         for name in _kept_names(type(node)):
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
@@ -161,7 +149,7 @@ def kept_in_8_bits(root: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
                     data = getattr(each, "data", None)
                     if type(data) is Tensor and data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
                         is_result = kind == "SoftmaxBackward0" and name == "_saved_result"
-                        dim = _signed(cast("Any", node)._saved_dim) % data.dim() if is_result else None  # noqa: SLF001  (likewise)
+                        dim = signed(cast("Any", node)._saved_dim) % data.dim() if is_result else None  # noqa: SLF001  (likewise)
                         yield kind.removesuffix("Backward0").removesuffix("Backward"), data.detach(), dim
 
 
@@ -172,7 +160,7 @@ def is_compiled(node: Any) -> bool:
 
 def is_nan_before(loss: Tensor) -> bool:
     """Return whether a value kept for the loss's last operations is NaN; on a CPU."""
-    nodes = itertools.islice(_nodes([loss]), _LAST)
+    nodes = itertools.islice(nodes_of([loss]), LAST)
     kept = (kept.value.detach() for node in nodes for kept in kept_values(node, packed=False))
     return any(x.is_floating_point() and x.device.type == "cpu" and bool(torch.isnan(x).any()) for x in kept)
 
@@ -184,7 +172,7 @@ def _kept_names(kind: type) -> tuple[str, ...]:
 
 def is_scaled_by(root: Tensor, scale: Tensor) -> bool:
     """Return True if the tensor was computed from a recent product with `scale`."""
-    return any(_has_factor(node, scale) for node in itertools.islice(_nodes([root]), _NEAREST))
+    return any(_has_factor(node, scale) for node in itertools.islice(nodes_of([root]), NEAREST))
 
 
 def is_multiple_of_scaled(root: Tensor, scale: Tensor) -> bool:
@@ -201,7 +189,7 @@ def unscaled_leaves(root: Tensor, scale: Tensor) -> list[Tensor]:
     Empty if all terms of the loss carry the scale, or none does.
     """
     terms = [node for node in _terms(root.grad_fn) if node is not None]
-    scaled = [term for term in terms if any(_has_factor(node, scale) for node in _behind([term]))]
+    scaled = [term for term in terms if any(_has_factor(node, scale) for node in nodes_behind([term]))]
     if not scaled or len(scaled) == len(terms):
         return []
     reached = {id(leaf) for leaf in _leaves(scaled)}
@@ -209,7 +197,7 @@ def unscaled_leaves(root: Tensor, scale: Tensor) -> list[Tensor]:
 
 
 def _leaves(nodes: list[Any]) -> list[Tensor]:
-    found = (getattr(node, "variable", None) for node in _behind(nodes))
+    found = (getattr(node, "variable", None) for node in nodes_behind(nodes))
     return [leaf for leaf in found if leaf is not None]
 
 
@@ -253,13 +241,13 @@ def length_of_sum(root: Tensor) -> tuple[int, torch.dtype]:
 
 def softmax_over_rows(root: Tensor) -> int:
     """Return over how many rows of a batch a log softmax before an NLL loss goes, 0 if it is over the classes."""
-    for node in itertools.islice(_nodes([root]), _NEAREST):
-        if type(node).__name__ not in _NLL:
+    for node in itertools.islice(nodes_of([root]), NEAREST):
+        if type(node).__name__ not in NLL:
             continue
         before, scores = _through_views(cast("Any", node).next_functions[0][0])
         if type(before).__name__ == "LogSoftmaxBackward0":
             shape = _shape_of(before)
-            dim = _signed(before._saved_dim) % max(len(shape), 1)  # noqa: SLF001  (likewise)
+            dim = signed(before._saved_dim) % max(len(shape), 1)  # noqa: SLF001  (likewise)
             # Rows of several places that a view has made one dimension end with the classes, as before.
             same, flat = scores == shape, len(scores) == 2 < len(shape) and scores[-1] == shape[-1]
             classes = (1 if len(shape) > 1 else 0) if same else len(shape) - 1
@@ -282,11 +270,13 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
             node, divisor = node.next_functions[0][0], divisor * by
         else:
             break
-    if node is None or type(node).__name__ not in _NLL:
+    if node is None or type(node).__name__ not in NLL:
         return 0, 1.0
     before, scores = _through_views(node.next_functions[0][0])
     with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-        is_plain = not _is_packed(getattr(node, "_raw_saved_weight", None)) and _kept(node, "_saved_weight") is None
+        is_plain = (
+            not _is_packed(getattr(node, "_raw_saved_weight", None)) and kept_tensor(node, "_saved_weight") is None
+        )
         is_mean = is_plain and node._saved_reduction == 1  # noqa: SLF001  (likewise)
         if is_mean and len(scores) > 1 and type(before).__name__ == "LogSoftmaxBackward0":
             return int(scores[1]), divisor
@@ -296,10 +286,8 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
 # A cosine is a product of rows, or of columns, that were divided by their own norms.
 def bound_of_cosines(root: Tensor) -> tuple[float, int]:
     """Return the largest size of the scores of a cross entropy that are cosines times a constant, and its classes."""
-    for node in itertools.islice(_nodes([root]), _NEAREST):
-        before, _ = (
-            _through_views(cast("Any", node).next_functions[0][0]) if type(node).__name__ in _NLL else (None, ())
-        )
+    for node in itertools.islice(nodes_of([root]), NEAREST):
+        before, _ = _through_views(cast("Any", node).next_functions[0][0]) if type(node).__name__ in NLL else (None, ())
         if type(before).__name__ != "LogSoftmaxBackward0":
             continue
         made, factor = cast("Any", before).next_functions[0][0], 1.0
@@ -319,7 +307,7 @@ def _constant_of(node: Any) -> float | None:
     if kind not in ("DivBackward0", "MulBackward0") or node.next_functions[-1][0] is not None:
         return None
     with contextlib.suppress(RuntimeError):  # an earlier backward has freed it
-        other = _kept(node, "_saved_other")
+        other = kept_tensor(node, "_saved_other")
         if other is not None and other.numel() == 1 and other.device.type == "cpu" and other.is_floating_point():
             value = float(other)
             return (value if kind.startswith("Mul") else 1 / value) if value and math.isfinite(value) else None
@@ -338,7 +326,7 @@ def _is_normalised(node: Any) -> bool:
     if norm is None or type(norm).__name__ not in _NORMS or norm.next_functions[0][0] is not values:
         return False
     last = len(_shape_of(node)) - 1
-    return [_signed(dim) % (last + 1) for dim in norm._saved_dim] == [last]  # noqa: SLF001  (likewise)
+    return [signed(dim) % (last + 1) for dim in norm._saved_dim] == [last]  # noqa: SLF001  (likewise)
 
 
 def error_of(root: Tensor) -> tuple[str, int]:
@@ -353,7 +341,7 @@ def error_of(root: Tensor) -> tuple[str, int]:
     kind = type(node).__name__
     if kind in _REGRESSIONS:
         return "an error of a regression", sign
-    if node is None or kind not in _NLL:
+    if node is None or kind not in NLL:
         return "", 0
     before, _ = _through_views(node.next_functions[0][0])
     return ("a cross entropy", sign) if type(before).__name__ == "LogSoftmaxBackward0" else ("", 0)
@@ -361,13 +349,13 @@ def error_of(root: Tensor) -> tuple[str, int]:
 
 def given_for_logarithms(root: Tensor) -> Iterator[Tensor]:
     """Yield what NLL losses were given, unless a log softmax has made it."""
-    for node in itertools.islice(_nodes([root]), _NEAREST):
-        if type(node).__name__ in _NLL:
+    for node in itertools.islice(nodes_of([root]), NEAREST):
+        if type(node).__name__ in NLL:
             before, _ = _through_views(cast("Any", node).next_functions[0][0])
             if type(before).__name__ == "LogSoftmaxBackward0":
                 continue
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                if (given := _kept(node, "_saved_self")) is not None:
+                if (given := kept_tensor(node, "_saved_self")) is not None:
                     yield given
 
 
@@ -376,165 +364,21 @@ def targets_of(root: Tensor) -> Iterator[tuple[Tensor, int]]:
 
     Losses of which a script gets one for each row are left out: it may weigh them, as an agent's actions are.
     """
-    for node in itertools.islice(_nodes([root]), _NEAREST):
-        if type(node).__name__ == _NLL[0]:
+    for node in itertools.islice(nodes_of([root]), NEAREST):
+        if type(node).__name__ == NLL[0]:
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                loss, targets = cast("Any", node), _kept(node, "_saved_target")
+                loss, targets = cast("Any", node), kept_tensor(node, "_saved_target")
                 if targets is not None and loss._saved_reduction:  # noqa: SLF001  (likewise)
-                    yield targets, _signed(loss._saved_ignore_index)  # noqa: SLF001  (likewise)
+                    yield targets, signed(loss._saved_ignore_index)  # noqa: SLF001  (likewise)
 
 
-def attends_to_the_past(root: Tensor) -> Tensor | None:
-    """Return whether each place attends to those before it alone, as a tensor; None without such attention."""
-    for node in _nodes([root]):
-        kind, attention = type(node).__name__, cast("Any", node)
-        with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-            if kind.startswith("ScaledDotProduct"):
-                mask = _kept(attention, "_saved_attn_mask")
-                if getattr(attention, "_saved_is_causal", False):
-                    return torch.ones((), dtype=torch.bool)
-            elif kind == "MaskedFillBackward0":
-                mask = _kept(attention, "_saved_mask")
-            else:
-                continue
-            if isinstance(mask, Tensor) and mask.dim() > 1 and mask.shape[-1] == mask.shape[-2] > 1:
-                corners = mask.detach()[..., 0, -1] != mask.detach()[..., -1, 0]
-                return corners.all()
-    return None
-
-
-# An attention between the loss and a lookup of tokens mixes values of one place into what is put out at another. Its
-# weights, or its mask, say whether a place sees the one after it. A decoder's attention to an encoder has other values.
-def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor]]:
-    """Yield targets, the class that is left out, the tokens that are looked up, and whether attention sees the next.
-
-    The tokens are rows by places. The last is the share of places at which it does, as a tensor.
-    """
-    for loss in itertools.islice(_nodes([root]), _NEAREST):
-        if type(loss).__name__ not in _NLL:
-            continue
-        behind = cast("list[Any]", list(_behind([loss])))
-        lookups = [node for node in behind if type(node).__name__ == "EmbeddingBackward0"]
-        attentions = [node for node in behind if _ATTENTION.fullmatch(type(node).__name__)][:_ATTENTIONS]
-        for attention in attentions if lookups else []:
-            values = _values_of(attention, behind)
-            before = set[object]() if values is None else set(_behind([values]))
-            with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-                left_out = _signed(cast("Any", loss)._saved_ignore_index)  # noqa: SLF001  (likewise)
-                targets = _kept(loss, "_saved_target")
-                for lookup in lookups:
-                    tokens = _kept(lookup, "_saved_indices")
-                    if targets is None or tokens is None or lookup not in before or tokens.dim() != 2:
-                        continue
-                    for rows in (tokens, tokens.T):  # either may be first
-                        share = _next_seen(attention, rows.shape[1])
-                        if share is not None:
-                            flat = targets.reshape(-1) if rows is tokens else _transposed(targets, tokens.shape[1])
-                            yield flat, left_out, rows, share
-
-
-# A mask of the other convention lets attention read the padding and nothing else. Of all places of all queries only
-# those of the first and the last query are read: under a causal mask, too, the last one sees all that is not hidden.
-def places_read(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield tokens that are looked up, rows by places, and at which of these places attention reads something."""
-    behind = cast("list[Any]", list(_nodes([root])))
-    for attention in [node for node in behind if _ATTENTION.fullmatch(type(node).__name__)][:_ATTENTIONS]:
-        with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-            read = _first_and_last_read(attention)
-            lookups = (
-                [] if read is None else [n for n in _behind([attention]) if type(n).__name__ == "EmbeddingBackward0"]
-            )
-            for lookup in lookups:
-                tokens = _kept(lookup, "_saved_indices")
-                for rows in (tokens, tokens.T) if tokens is not None and tokens.dim() == 2 else ():
-                    if (
-                        read is not None
-                        and rows.shape[1] == read.shape[1] > 1
-                        and len(read) % len(rows) == 0 < len(rows)
-                    ):
-                        yield rows, read[:: len(read) // len(rows)]  # of the first head
-
-
-def _first_and_last_read(attention: Any) -> Tensor | None:
-    """Return which places the first or the last query of each row and head reads; None where nothing says it."""
-    if "Softmax" in type(attention).__name__:
-        weights, least = _kept(attention, "_saved_result"), 0.0
-        weights = weights if _is_of_products(attention) else None
-    else:
-        weights = _kept(attention, "_saved_attn_mask")
-        weights = _kept(attention, "_saved_attn_bias") if weights is None else weights
-        least = 0.0 if weights is not None and weights.dtype == torch.bool else _MASKED
-    if weights is None or weights.dim() < 3:
-        return None
-    ends = weights[..., :: max(weights.shape[-2] - 1, 1), :] > least
-    return ends.any(dim=-2).reshape(-1, weights.shape[-1])
-
-
-def _values_of(attention: Any, behind: list[Any]) -> Any:
-    """Return the operation that made the values of an attention; None if it is not found."""
-    if "Softmax" not in type(attention).__name__:
-        return attention.next_functions[2][0]
-    for product in behind:
-        if _OF_BATCHES.fullmatch(type(product).__name__) and len(product.next_functions) == 2:
-            weights, values = (maker for maker, _ in product.next_functions)
-            for _ in range(_LAST):  # through views, and a dropout
-                if weights is attention:
-                    return values
-                if weights is None or not _OF_WEIGHTS.fullmatch(type(weights).__name__):
-                    break
-                weights = weights.next_functions[0][0]
-    return None
-
-
-def _transposed(targets: Tensor, rows: int) -> Tensor:
-    """Return flat targets of places by rows as rows by places, flat."""
-    return targets.reshape(-1, rows).T.reshape(-1) if targets.numel() % rows == 0 else targets.reshape(-1)
-
-
-def _kept(node: Any, name: str) -> Tensor | None:
+def kept_tensor(node: Any, name: str) -> Tensor | None:
     """Return what a node has kept; None where a checkpoint would have to compute it again."""
     if getattr(getattr(node, f"_raw{name}", None), "unpack_hook", None) is not None:
         return None
     with _without_recomputing():
         value: object = getattr(node, name, None)
     return value.detach() if isinstance(value, Tensor) else None
-
-
-# The weights of all heads may be gigabytes: only those right above the diagonal are read.
-def _next_seen(attention: Any, places: int) -> Tensor | None:
-    """Return the share of places that see the one after them; None for another number of places."""
-    if "Softmax" in type(attention).__name__:
-        scores, least = _kept(attention, "_saved_result"), 0.0
-        if scores is None or not _is_of_products(attention):
-            return None
-    else:
-        query, key = _kept(attention, "_saved_query"), _kept(attention, "_saved_key")
-        if query is None or key is None or query.shape[-2] != places or key.shape[-2] != places:
-            return None
-        if attention._saved_is_causal:  # noqa: SLF001  (likewise)
-            return None
-        mask = _kept(attention, "_saved_attn_mask")
-        mask = _kept(attention, "_saved_attn_bias") if mask is None else mask
-        if mask is None:
-            return torch.ones((), device=query.device)
-        scores, least = mask, 0.0 if mask.dtype == torch.bool else _MASKED
-        if scores.dim() > 1 and scores.shape[-2] == 1:  # of keys alone
-            scores = scores.expand(*scores.shape[:-2], places, scores.shape[-1])
-    if scores.dim() < 2 or scores.shape[-1] != places or scores.shape[-2] != places or places < 2:
-        return None
-    return (scores.diagonal(offset=1, dim1=-2, dim2=-1) > least).float().mean()
-
-
-# A router's softmax, or a classifier's, is of the results of a layer: a product with weights, not one of batches.
-def _is_of_products(softmax: Any) -> bool:
-    """Return whether a softmax is of scores: products of queries and keys, scaled, masked, or with something added."""
-    wave = [softmax]
-    for _ in range(_LAST):
-        makers = [maker for node in wave for maker, _ in node.next_functions if maker is not None]
-        if any(_OF_BATCHES.fullmatch(type(maker).__name__) for maker in makers):
-            return True
-        wave = [maker for maker in makers if _OF_SCORES.fullmatch(type(maker).__name__)]
-    return False
 
 
 # torch computes kl_div as the mean or sum of a constant less targets times what it is given, with targets as
@@ -560,12 +404,12 @@ def divergence_of_probabilities(root: Tensor) -> bool:
 
 def bounded_outputs(root: Tensor) -> Iterator[tuple[str, Tensor, float, float]]:
     """Yield the targets of regressions whose outputs come from a function with bounds: its name, targets, bounds."""
-    for node in itertools.islice(_nodes([root]), _NEAREST):
+    for node in itertools.islice(nodes_of([root]), NEAREST):
         if type(node).__name__ in _REGRESSIONS:
             before, _ = _through_views(cast("Any", node).next_functions[0][0])
             name, low, high = _BOUNDED.get(type(before).__name__, ("", 0.0, 0.0))
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                if name and (targets := _kept(node, "_saved_target")) is not None:
+                if name and (targets := kept_tensor(node, "_saved_target")) is not None:
                     yield name, targets, low, high
 
 
@@ -595,7 +439,7 @@ def only_pulls(root: Tensor, scale: Tensor | None) -> list[Tensor]:
     """
     waiting: list[tuple[Any, int]] = [(root.grad_fn, 1)]
     pairs = list[tuple[Any, Any]]()
-    for _ in range(_NEAREST):
+    for _ in range(NEAREST):
         if not waiting:
             break
         node, sign = waiting.pop()
@@ -615,7 +459,7 @@ def only_pulls(root: Tensor, scale: Tensor | None) -> list[Tensor]:
             if not is_error and kind != "MulBackward0":
                 return []
             pairs.append((sides[0], sides[1]))
-    behind = [list(_behind([side])) for pair in pairs for side in pair]
+    behind = [list(nodes_behind([side])) for pair in pairs for side in pair]
     if waiting or not pairs or any(_holds_apart(node) for nodes in behind for node in nodes):
         return []
     found = [{id(v): v for node in nodes if (v := getattr(node, "variable", None)) is not None} for nodes in behind]
@@ -633,7 +477,7 @@ def _sign_of(node: Any, scale: Tensor | None) -> int:
     if kind not in ("MulBackward0", "DivBackward0"):
         return 0
     try:
-        factors = [x for name in ("_saved_other", "_saved_self") if (x := _kept(node, name)) is not None]
+        factors = [x for name in ("_saved_other", "_saved_self") if (x := kept_tensor(node, name)) is not None]
     except RuntimeError:  # an earlier backward has freed them
         return 0
     if len(factors) != 1 or factors[0].numel() != 1:
@@ -691,7 +535,7 @@ def _shape_of(node: Any, output: int = 0) -> tuple[int, ...]:
     return tuple(outputs[output].shape) if output < len(outputs) else ()
 
 
-def _signed(number: int) -> int:
+def signed(number: int) -> int:
     """Return a dimension, which torch gives as a number without a sign."""
     return number - 2**64 if number >= 2**63 else number
 
@@ -699,7 +543,7 @@ def _signed(number: int) -> int:
 # A fused loss computes the gradient of its input in the forward, keeps it, and multiplies it by what comes back.
 def gradients_kept_in_fp16(root: Tensor) -> Iterator[tuple[str, Tensor]]:
     """Yield the functions near a loss that put out a number, and FP16 values that they keep in an input's shape."""
-    for node in itertools.islice(_nodes([root]), _NEAREST):
+    for node in itertools.islice(nodes_of([root]), NEAREST):
         if hasattr(node, _OF_FUNCTION) and not _shape_of(node):
             shapes = {_shape_of(maker, output) for maker, output in cast("Any", node).next_functions if maker}
             for kept in kept_values(node, packed=False):
@@ -710,19 +554,19 @@ def gradients_kept_in_fp16(root: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 def rows_looked_up(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield the tables in the graph with the indices that they were given."""
-    for node in _nodes([root]):
+    for node in nodes_of([root]):
         if type(node).__name__ == "EmbeddingBackward0":
             table: Any = cast("Any", node).next_functions[0][0]
             while table is not None and getattr(table, "variable", None) is None:
                 table = table.next_functions[0][0] if _SAME_VALUES.fullmatch(type(table).__name__) else None
             with contextlib.suppress(RuntimeError):  # an earlier backward has freed them
-                if table is not None and (indices := _kept(node, "_saved_indices")) is not None:
+                if table is not None and (indices := kept_tensor(node, "_saved_indices")) is not None:
                     yield table.variable, indices
 
 
 def casts_of_leaves(root: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Yield the leaves that were cast, with the cast's place among the operations."""
-    for node in _nodes([root]):
+    for node in nodes_of([root]):
         if type(node).__name__ == "ToCopyBackward0":
             leaf = getattr(cast("Any", node).next_functions[0][0], "variable", None)
             if leaf is not None:
@@ -731,7 +575,7 @@ def casts_of_leaves(root: Tensor) -> Iterator[tuple[Tensor, int]]:
 
 def values_normalised(root: Tensor) -> Iterator[tuple[Tensor, int]]:
     """Yield the weights of batch norms in training mode, with how many values each channel's statistics are of."""
-    for node in _nodes([root]):
+    for node in nodes_of([root]):
         if type(node).__name__.endswith("BatchNormBackward0"):
             norm = cast("Any", node)
             weight = getattr(norm.next_functions[1][0], "variable", None)
@@ -745,7 +589,7 @@ def _has_factor(node: object, scale: Tensor) -> bool:
     if type(node).__name__ != "MulBackward0":
         return False
     try:  # documented in torch's autograd notes
-        factors = [_kept(node, "_saved_other"), _kept(node, "_saved_self")]
+        factors = [kept_tensor(node, "_saved_other"), kept_tensor(node, "_saved_self")]
     except RuntimeError:  # an earlier backward has freed them
         return False
     return any(x is not None and x.data_ptr() == scale.data_ptr() for x in factors)
@@ -761,7 +605,7 @@ def _divisor(node: Any) -> float | None:
     if node.next_functions[-1][0] is not None:  # a divisor with a gradient of its own
         return None
     try:
-        other = _kept(node, "_saved_other")
+        other = kept_tensor(node, "_saved_other")
     except RuntimeError:
         return None
     if other is None or other.numel() != 1 or other.device.type != "cpu":
@@ -773,7 +617,7 @@ def _divisor(node: Any) -> float | None:
 def _terms(node: Any) -> Iterator[Any]:
     """The terms of a sum."""
     waiting, count = [node], 0
-    while waiting and count < _NEAREST:
+    while waiting and count < NEAREST:
         at: Any = waiting.pop()
         count += 1
         while _SAME_VALUES.fullmatch(type(at).__name__):
@@ -786,8 +630,8 @@ def _terms(node: Any) -> Iterator[Any]:
 
 def squashed_twice(roots: "list[Tensor]") -> str:
     """Return "softmax" or "sigmoid" if a loss applies it to its own result, else ""."""
-    for count, node in enumerate(_nodes(roots)):
-        if count == _NEAREST:
+    for count, node in enumerate(nodes_of(roots)):
+        if count == NEAREST:
             break
         wanted, name = _OF_LOGITS.get(type(node).__name__, ("", ""))
         before = cast("Any", node).next_functions[0][0] if wanted else None
@@ -798,12 +642,12 @@ def squashed_twice(roots: "list[Tensor]") -> str:
     return ""
 
 
-def _nodes(roots: "list[Tensor]") -> Iterator[object]:
+def nodes_of(roots: "list[Tensor]") -> Iterator[object]:
     """The graph's nodes, nearest first."""
-    yield from _behind([root.grad_fn for root in roots if root.grad_fn is not None])
+    yield from nodes_behind([root.grad_fn for root in roots if root.grad_fn is not None])
 
 
-def _behind(wave: list[Any]) -> Iterator[object]:
+def nodes_behind(wave: list[Any]) -> Iterator[object]:
     """Nodes, and those behind them, nearest first."""
     seen = set(wave)
     while wave:

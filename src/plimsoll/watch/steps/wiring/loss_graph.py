@@ -29,7 +29,7 @@ from torch import Tensor
 from plimsoll.kernels.device_value import DeviceValue, number, resolved
 from plimsoll.kernels.dtypes import FORMATS, SIXTEEN_BIT
 from plimsoll.text import percent
-from plimsoll.watch.hooks import autograd_graph
+from plimsoll.watch.hooks import attention_graph, autograd_graph
 from plimsoll.watch.steps.wiring.checks import REPEATS, Fact, FollowedOptimizer, Training, TrainingCheck, listed
 from plimsoll.watch.steps.wiring.modes import norms_of_last_batch
 
@@ -382,11 +382,11 @@ class Targets:
         for targets, left_out in autograd_graph.targets_of(loss):
             for tokens in looked_up:
                 if tokens.numel() == targets.numel() >= _TOKENS and tokens.device == targets.device:
-                    self._compare(targets, tokens, left_out, autograd_graph.attends_to_the_past(loss))
+                    self._compare(targets, tokens, left_out, attention_graph.attends_to_the_past(loss))
 
     def _look_at_next_tokens(self, loss: Tensor) -> None:
         """Look whether the targets are the tokens at the next places, and attention sees those."""
-        for targets, left_out, tokens, share in autograd_graph.next_places_seen(loss):
+        for targets, left_out, tokens, share in attention_graph.next_places_seen(loss):
             rows, places = tokens.shape
             if targets.device != tokens.device or targets.numel() not in (rows * places, rows * (places - 1)):
                 continue
@@ -409,7 +409,7 @@ class Targets:
     # nothing, nor does one that is read as a whole, as where the scores of hidden places are finite.
     def _look_at_places_read(self, loss: Tensor) -> None:
         """Look whether attention reads the padding at an end of the rows, and hides all other tokens."""
-        for tokens, read in autograd_graph.places_read(loss):
+        for tokens, read in attention_graph.places_read(loss):
             if tokens.device != read.device:
                 continue
             tells = (read.any(dim=1) & ~read.all(dim=1))[:, None]
