@@ -929,7 +929,8 @@ def pull(how: str, m: Views, x: Tensor) -> Tensor:
         *[(how, True) for how in ("cosine", "both ways", "by hand", "error of unit vectors")],
         *[(how, False) for how in ("detached", "another encoder", "a row of another kind", "labels", "with classes")],
         *[(how, False) for how in ("uniform", "variance", "errors", "whitened", "turned", "reversed", "pushed")],
-        *[("cosine", False), ("cosine", True)],  # next to the loss of a classifier, and with a loss scale
+        # Next to the loss of a classifier, which goes backward before it or after, and with a loss scale.
+        *[("cosine", False), ("both ways", False), ("cosine", True)],
     ],
 )  # fmt: skip
 def test_a_loss_that_only_pulls_outputs_together_is_named(how: str, is_found: bool, tmp_path: Path) -> None:
@@ -945,6 +946,8 @@ def test_a_loss_that_only_pulls_outputs_together_is_named(how: str, is_found: bo
         if how == "cosine" and not is_found:
             functional.cross_entropy(model.head(model.encoder(x)), x[:, :4].argmax(dim=1)).backward()
         scaler.scale(pull(how, model, x)).backward()
+        if how == "both ways" and not is_found:
+            functional.cross_entropy(model.head(model.encoder(x)), x[:, :4].argmax(dim=1)).backward()
         scaler.step(optimizer)
         scaler.update()
 

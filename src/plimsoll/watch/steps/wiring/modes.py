@@ -29,8 +29,8 @@ from plimsoll.watch.steps.wiring.checks import (
 _STEPS = 10  # on end: a script may evaluate right before a step
 _LAST = 0.9  # of running statistics that are of the last batch: torch's momentum is not the share that is kept
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
-_ROWS, _LEAST_ROWS = 128, 16  # of a batch that are compared, and without which nothing is
-_COLUMNS, _LEAST_COLUMNS = 256, 8  # of a row, likewise
+_ROWS, _LEAST_ROWS = 64, 16  # of a batch that are compared, and without which nothing is
+_COLUMNS, _LEAST_COLUMNS = 64, 8  # of a row, likewise
 _MOST, _FEW = 0.5, 0.25  # of the rows that are one vector, and so few that it is over
 _VARIED = 0.75  # of the vector's values differ from the next one: no one-hot, no code of signs, no plain picture
 _DIFFER = 0.9  # of the inputs' rows differ from the next one
