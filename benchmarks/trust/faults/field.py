@@ -196,7 +196,6 @@ class Lamb(torch.optim.Optimizer):
         r"|do(es)? not (move|change)|no updates?|frozen|stuck|zero updates?",
     ),
     misleading="ReLU|raise the loss scale|scale-low|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def untrusted(run: Training, *, sound: bool = False) -> None:
     """LAMB's steps are as long as the weights, and a head that begins at zero has none: it stays zero for ever."""
@@ -432,7 +431,6 @@ def minus_one(run: Training, *, sound: bool = False) -> None:
         r"\bzeros?\b|constant|identical|same value|blank|empty|silent|missing|sparse",
     ),
     misleading="dead-layer|raise the loss scale|learning rate|swallow|in no optimizer",
-    held_back=True,
 )
 def blanks(run: Training, *, sound: bool = False) -> None:
     """A loader catches errors of reading and returns zeros: from step 150 on 19 of 20 pictures are blank."""
