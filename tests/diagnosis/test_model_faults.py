@@ -129,6 +129,31 @@ def test_a_batch_norm_of_more_is_not(name: str, tmp_path: Path) -> None:
     assert found(tmp_path / name, sound[name], "norm-of-few-values") == []
 
 
+class Volts(nn.Module):
+    """A norm of signals of this size, which grows to 1 during the run if `rises`."""
+
+    def __init__(self, norm: nn.Module, size: float, *, rises: bool = False) -> None:
+        super().__init__()
+        self.norm, self.net, self.size, self.rises = norm, mlp(), size, rises
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.net(self.norm(self.size * x))
+        self.size = min(self.size * 4, 1.0) if self.rises else self.size
+        return y
+
+
+@each("norm", [nn.BatchNorm1d(8), nn.LayerNorm(8), nn.GroupNorm(2, 8)], ids=str)
+def test_a_norm_of_values_below_its_epsilon_is_named(norm: nn.Module, tmp_path: Path) -> None:
+    path = tmp_path / type(norm).__name__
+    (finding,) = found(path / "small", Volts(norm, 1e-5), "norm-of-few-values")
+    assert (finding.severity, finding.where, finding.evidence["epsilon"]) == ("warning", ("norm:output",), 1e-5)
+    assert 1e-11 < float(finding.evidence["mean_square"]) < 1e-9 and "epsilon" in finding.advice
+    assert found(path / "usual", Volts(norm, 0.1), "norm-of-few-values") == []
+    assert found(path / "at first", Volts(norm, 1e-5, rises=True), "norm-of-few-values") == []
+    norm.eps = 1e-14
+    assert found(path / "fits", Volts(norm, 1e-5), "norm-of-few-values") == []
+
+
 def test_one_small_batch_among_others_is_not(tmp_path: Path) -> None:
     model = Rows(2)
 

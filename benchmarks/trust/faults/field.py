@@ -255,7 +255,6 @@ def annealed(run: Training, *, sound: bool = False) -> None:
     named=r"\beps(ilon)?\b[^>]*(norm|variance|larger|above|dominat|more than)|variance[^>]*\beps"
     f"|{either(r'(?<!gradient )norm|inputs?|data|signals?', f'{SMALL}|1e-0?5|unit|not normali[sz]')}",
     misleading="dead-layer|raise the loss scale|learning rate|swallow|rounding|in no optimizer",
-    held_back=True,
 )
 def volts(run: Training, *, sound: bool = False) -> None:
     """A batch norm is to normalise signals in volts, near 1e-5: their variance is far below its epsilon of 1e-5."""

@@ -1,8 +1,8 @@
 """Rules of what is lost on its way through layers: gradients, and the differences between examples."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,7 +24,7 @@ from plimsoll.diagnosis.rules.casts import CastFlushes
 from plimsoll.diagnosis.rules.layers.zeros import LEAVE_ZERO, DeadLayer
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
-from plimsoll.diagnosis.tables.cells import Cells, Floats
+from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
 from plimsoll.diagnosis.tables.wiring_facts import ONE_VALUE_NORM, facts, first_fact, listed_in
 from plimsoll.diagnosis.tables.zero_gradients import always_zero, is_constant_aside
 from plimsoll.diagnosis.view import View
@@ -32,6 +32,7 @@ from plimsoll.text import number, percent
 
 _TWO_VALUES = "norm of two values"  # a fact of the watch
 _LAST_BATCH = "norm of the last batch"  # likewise, and the cause in the evidence
+_EPSILON = "inputs below epsilon"
 _STOPPED = "gradients stop"
 _PULLED = "only pulls"  # a fact of the watch, and the cause in the evidence
 _ROWS = "rows alike"  # likewise
@@ -39,16 +40,25 @@ _ROWS = "rows alike"  # likewise
 
 @dataclass(frozen=True, kw_only=True)
 class NormOfFewValues(Rule):
-    """Norms over one or two values, or with statistics of one batch."""
+    """Norms over one or two values, with statistics of one batch, or of values below their epsilon."""
 
     id = "norm-of-few-values"
-    says = "a norm is over one value, a batch norm over two, or one that evaluates by the statistics of the last batch"
+    says = (
+        "a norm is over one value, a batch norm over two, one evaluates by the statistics of the last batch, or what "
+        "comes in is smaller than the norm's epsilon"
+    )
     meaning = "The norm is over a single value: it puts out a constant (its bias) or a sign, whatever comes in."
     advice = "Normalise over more values: look at normalized_shape, and at the order of the dimensions."
     figure = "spectrogram"
-    items = {"values": EvidenceItem("Values of each norm")}
+    items = {
+        "values": EvidenceItem("Values of each norm"),
+        "epsilon": EvidenceItem("Epsilon"),
+        "mean_square": EvidenceItem("Mean square of its inputs"),
+    }
 
     layers: float = threshold(1, "the facts are exact, and no sound model has such a norm")
+    below: float = threshold(0.1, "of epsilon, the mean square of what comes in: the norm divides by epsilon's root")
+    samples: float = threshold(5, "branches that begin at zero leave it within a few")
 
     # The mean of one value is the value, and its root mean square is its size: nothing of it but a sign is left. Two
     # values lie as far above their mean as below it: 1 and -1. torch's momentum is the share of the new batch, other
@@ -71,9 +81,50 @@ class NormOfFewValues(Rule):
             ),
         ):
             yield from self._named(view, fact, evidence, meaning, advice)
+        yield from self._below_epsilon(view)
+
+    # A mean square is at least as large as any variance of the same values. What is over at the end was a beginning.
+    def _below_epsilon(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of the norms whose inputs have a mean square below their epsilon, to the end."""
+        cells, listed = view.cells("activations"), view.run.manifest.get("norms")
+        if cells is None or not isinstance(listed, Mapping):
+            return
+        epsilons = cast("Mapping[str, object]", listed)
+        size, small = np.full(cells.shape, np.nan), np.zeros(cells.shape, dtype=bool)
+        for name, into, out in module_ends(cells):
+            epsilon = epsilons.get(name)
+            if isinstance(epsilon, float) and epsilon > 0:
+                size[out] = cells.rms[into] ** 2 / epsilon
+                small[out] = (size[out] > 0) & (size[out] < self.below)
+        spans = [
+            (layer, first, last)
+            for layer, first, last in layer_spans(small, ~np.isnan(size), self.samples)
+            if np.flatnonzero(~np.isnan(size[layer]))[-1] == last
+        ]
+        if not spans:
+            return
+        spans.sort(key=lambda span: float(np.nanmin(size[span[0]])))
+        spots = [Spot(name=cells.names[layer], since_step=int(cells.steps[first])) for layer, first, _ in spans]
+        name = spots[0].name.removesuffix(":output")
+        epsilon = float(str(epsilons[name]))
+        square = float(np.nanmin(size[spans[0][0]])) * epsilon
+        yield self.finding(
+            "warning", spots, {"cause": _EPSILON, "epsilon": epsilon, "mean_square": square, "layers": len(spots)},
+            until_step=last_of(cells, spans), collection="activations",
+            meaning=f"What comes into {name} has a mean square of {number(square)}, far below the norm's epsilon of "
+            f"{number(epsilon)}. The norm divides by the root of epsilon, so it puts out values far below 1.",
+            advice="Scale the inputs to a size near 1 before the norm, or give it an epsilon far below their variance.",
+        )  # fmt: skip
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return where, and what is left."""
+        if context.cause == _EPSILON:
+            return Phrase(
+                what=f"inputs of {context.place} have been smaller than the norm's epsilon "
+                f"({number(context.number('epsilon'))}) {context.since}",
+                effect="and are not normalised",
+                remedy="scale them to a size near 1",
+            )
         if context.cause == _LAST_BATCH:
             return Phrase(
                 what=f"the batch norm {context.place} keeps the statistics of the last batch alone, seen "

@@ -468,8 +468,8 @@ class AverageStuck(Rule):
         """Return the format and which averages or counters."""
         if context.cause == _BALANCE:
             return Phrase(
-                what=f"rounding to {context.format} keeps {context.text('buffer')} where it was, and nothing is routed "
-                f"to {context.number('layers'):.0f} layers {context.since}",
+                what=f"{context.text('buffer')} is written at each step and never changes in {context.format}",
+                effect=f"and nothing is routed to {context.number('layers'):.0f} layers {context.since}",
                 remedy="keep it in FP32",
             )
         if "counters" in context.finding.evidence:

@@ -6,6 +6,7 @@
 - Outputs whose rows differ at first, and become one vector.
 """
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Iterable
@@ -34,6 +35,7 @@ _COLUMNS, _LEAST_COLUMNS = 64, 8  # of a row, likewise
 _MOST, _FEW = 0.5, 0.25  # of the rows that are one vector, and so few that it is over
 _VARIED = 0.75  # of the vector's values differ from the next one: no one-hot, no code of signs, no plain picture
 _DIFFER = 0.9  # of the inputs' rows differ from the next one
+_LISTED = 256  # norms with their epsilons
 _NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -120,10 +122,12 @@ class FrozenNorms(TrainingCheck):
 
 
 class NarrowNorms(TrainingCheck):
-    """Norms over a single value."""
+    """Norms over a single value. The manifest lists the epsilons of all norms, for a rule that has their inputs."""
 
     def __init__(self, training: Training) -> None:
         super().__init__(training)
+        if epsilons := _epsilons(training.model()):
+            self.session.writer.write_manifest(norms=epsilons)
         if narrow := _norms_of_one_value(training.model()):
             self.facts.record("norm of one value", f"{listed(narrow)} normalise single values", modules=narrow)
 
@@ -208,6 +212,14 @@ def _norms_of_one_value(model: nn.Module | None) -> list[str]:
     return [
         clean(name) for name, m in named if isinstance(m, kinds) and math.prod(cast("Any", m).normalized_shape) == 1
     ]
+
+
+def _epsilons(model: nn.Module | None) -> dict[str, float]:
+    """Return the epsilons of torch's norms, of the first ones of a large model."""
+    kinds = (*_NORMS, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+    named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
+    found = ((clean(name), cast("Any", m).eps) for name, m in named if isinstance(m, kinds))
+    return dict(itertools.islice(found, _LISTED))
 
 
 def norms_of_last_batch(model: nn.Module | None) -> list[str]:
