@@ -287,3 +287,47 @@ def test_usual_betas_are_not(tmp_path: Path, made: Any) -> None:
 
 def test_usual_betas_are_not_named_for_a_rate_that_grew(tmp_path: Path) -> None:
     assert stepped(tmp_path, mlp(8, 64, 64, 2), adam(0.9, 0.999, rate=1e-4), later=100.0) == []
+
+
+# -- clipping that leaves the gradients of one tensor alone
+
+
+class Words(nn.Module):
+    """A table that begins at this size, a norm behind it, and a network."""
+
+    def __init__(self, size: float) -> None:
+        super().__init__()
+        self.table, self.norm, self.net = nn.Embedding(500, 8), nn.LayerNorm(8, eps=1e-14), mlp(8, 16, 4)
+        self.table.weight.data.mul_(size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(self.table(x)))
+
+
+@each(
+    "size, optimizer, bound, is_found",
+    [
+        (1e-6, torch.optim.SGD, 1.0, True),
+        (1e-6, torch.optim.Adam, 1.0, False),
+        (1e-6, torch.optim.SGD, 1e9, False),
+        (1.0, torch.optim.SGD, 0.1, False),
+    ],
+)
+def test_gradients_that_are_clipped_to_those_of_one_tensor_are_named(
+    tmp_path: Path, size: float, optimizer: type[torch.optim.Optimizer], bound: float, is_found: bool
+) -> None:
+    path = tmp_path / f"{size} {optimizer.__name__} {bound}"
+    model = Words(size)
+    steps = optimizer(model.parameters(), lr=1e-3)  # type: ignore[call-arg]
+    with pl.watch(model, steps, run=path, every=2):
+        for _ in range(24):
+            x = torch.randint(500, (32,))
+            steps.zero_grad()
+            F.cross_entropy(model(x), x % 4).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), bound)
+            steps.step()
+    found = [f for f in judged(path) if f.rule == "gradients-mishandled"]
+    assert [f.where for f in found] == [("table.weight",)] * is_found
+    for finding in found:
+        assert finding.evidence["cause"] == "clipped to those of one tensor"
+        assert 0.999 < float(finding.evidence["clipped_to"]) < 1.001 and float(finding.evidence["rest"]) < 0.003

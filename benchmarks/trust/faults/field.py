@@ -381,7 +381,6 @@ class Words(nn.Module):
         rf"{LARGE}|{SMALL}|dominat|outweigh|most of|all of the|share of the gradient|times (larger|as|those|that)",
     ),
     misleading="dead-layer|raise the loss scale|swallow|rounding|in no optimizer|vanish",
-    held_back=True,
 )
 def rare_words(run: Training, *, sound: bool = False) -> None:
     """A table begins at 1e-6 before a norm, so rare words get gradients of a million: clipping leaves nothing else."""

@@ -6,17 +6,20 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 
-from plimsoll.diagnosis.finding import Finding, Severity
+from plimsoll.diagnosis.finding import Finding, Severity, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, find_spans, threshold
 from plimsoll.diagnosis.rules.layers.zeros import DeadLayer
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
-from plimsoll.diagnosis.tables.wiring_facts import FROZEN, first_fact, frozen_weights, listed_in
+from plimsoll.diagnosis.tables.wiring_facts import FROZEN, first_fact, frozen_weights, listed_in, optimizer_settings
 from plimsoll.diagnosis.tables.zero_gradients import erased_samples
 from plimsoll.diagnosis.view import View
 from plimsoll.runs import Event
+from plimsoll.text import number
 
 _ERASED = "all zero when the optimizer steps, and not after the backward"
 _OF_LAYERS = "zero when the optimizer steps, and not in the backward"
+_OF_ONE = "clipped to those of one tensor"
+_SEVERAL = 4  # tensors: of two or three one may well be the rest's multiple
 _TOO_EARLY = "unscaled before all of a step are added up"
 _AT_SOME = "set to zero at some steps only"
 _SCALED_TWICE = "those of a loss that was scaled twice"
@@ -146,18 +149,24 @@ class GradientsMishandled(Rule):
     says = (
         "gradients are never set to zero, or not at each step, unscaled never, twice or too early, clipped too early, "
         "not at all, erased, cleared between micro-batches, rounded away in their sum, divided by the micro-batches "
-        "twice, scaled twice or in part, given weight decay while scaled, left on frozen weights, or of a loss that "
-        "depends on the scale"
+        "twice, scaled twice or in part, given weight decay while scaled, left on frozen weights, clipped until one "
+        "tensor has all of them, or of a loss that depends on the scale"
     )
     meaning = "The optimizer gets gradients that are not those of the step's loss."
     advice = "Set gradients to zero once a step. Unscale them before they are clipped or used in a step."
     figure = "loss_and_scale"
-    items = {"cause": EvidenceItem("Gradients")}
+    items = {
+        "cause": EvidenceItem("Gradients"),
+        "clipped_to": EvidenceItem("Norm after clipping"),
+        "rest": EvidenceItem("Norm of all others, as a share"),
+    }
 
     samples: float = threshold(5, "five equal norms are no coincidence")
     tolerance: float = threshold(0.002, "rounding of FP16 gradients, summed")
     rounding: float = threshold(0.001, "of the sum of magnitudes, twice what FP16 can lose of each")
     clear: float = threshold(0.01, "of the sum of magnitudes: smaller sums show nothing")
+    rest: float = threshold(0.003, "of the norm of all gradients is that of all tensors but one: a step on one tensor")
+    most: float = threshold(0.9, "of the samples; without them a bound that is met by chance")
     follows: float = threshold(0.5, "powers of the scale: 1 where a term has a scaled value, 2 where it has its square")
 
     # Most causes are facts, the others are read from numbers. Gradients that were clipped while scaled, and unscaled
@@ -208,6 +217,7 @@ class GradientsMishandled(Rule):
                 meaning="Gradients are clipped while they carry the loss scale, which leaves them far too small.",
                 advice="Call scaler.unscale_(optimizer) before clipping.",
             )  # fmt: skip
+        yield from self._takes_all(view)
         since = self._unscaled_twice(view)
         if since is not None:
             yield self._finding(
@@ -217,9 +227,44 @@ class GradientsMishandled(Rule):
                 "share the parameters, use one, and give it the sum of the losses.",
             )  # fmt: skip
 
+    # Adam divides each gradient by its own size, so what clipping takes from all alike does it no harm.
+    def _takes_all(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of gradients that are clipped at each sample until one tensor has nearly all of them."""
+        cells, optimizers = view.cells("gradients"), optimizer_settings(view)
+        if cells is None or len(cells.names) < _SEVERAL or not all(each.get("name") == "SGD" for each in optimizers):
+            return
+        squares = cells.rms**2 * cells.finite
+        known = np.isfinite(squares).all(axis=0)
+        norms = np.sqrt(squares[:, known].sum(axis=0))
+        if len(norms) < self.samples or not optimizers:
+            return
+        bound = float(np.median(norms))
+        one = int(np.argmax(squares[:, known].sum(axis=1)))
+        rest = np.sqrt(np.delete(squares[:, known], one, axis=0).sum(axis=0))
+        holds = (np.abs(norms - bound) <= self.tolerance * bound) & (rest <= self.rest * norms)
+        if bound > 0 and np.count_nonzero(holds) >= self.most * len(norms):
+            name, share = cells.names[one], float(np.median(rest[holds])) / bound
+            since = int(cells.steps[known][np.flatnonzero(holds)[0]])
+            yield self.finding(
+                "warning", [Spot(name=name, since_step=since)], {"cause": _OF_ONE, "clipped_to": bound, "rest": share},
+                until_step=view.last_step, collection="gradients",
+                meaning=f"At nearly all samples gradients are clipped to a norm of {number(bound)}, and those of "
+                f"{name} are all of it: what is left of all others together has {number(share)} of that norm, so these "
+                "weights hardly move.",
+                advice=f"Look why gradients of {name} are so much larger: a norm behind it divides by the size of its "
+                "values, so let these begin near 1. Or clip it by itself.",
+            )  # fmt: skip
+
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the mistake and its remedy."""
         cause = context.cause
+        if cause == _OF_ONE:
+            return Phrase(
+                what=f"gradients are clipped to a norm of {number(context.number('clipped_to'))}, and {context.place} "
+                f"has nearly all of it {context.since}",
+                effect="so all other weights hardly move",
+                remedy="look why its gradients are so large, or clip them by themselves",
+            )
         if cause == _OF_SCALE:
             return Phrase(what=f"the loss depends on the loss scale, seen {context.since}", remedy=_REMEDIES[cause])
         if cause == _SCALED_TWICE:
