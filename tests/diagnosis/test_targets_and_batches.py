@@ -174,19 +174,21 @@ class Masked(nn.Module):
         self.how, self.tokens, self.head = how, nn.Embedding(20, 16), nn.Linear(16, 4)
         self.layer = nn.TransformerEncoderLayer(16, 2, 16, dropout=0.0, batch_first=how != "places first")
         self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.before = nn.GRU(16, 16, batch_first=True)
 
     def forward(self, x: Tensor, shown: Tensor) -> Tensor:
         h, keys = self.tokens(x), shown[:, None]
         q = h[:, None]
-        if self.how == "layer":
+        if self.how in ("layer", "two layers"):
             h = self.layer(h, src_key_padding_mask=~shown)
-        elif self.how == "places first":
+        if self.how == "places first":
             h = self.layer(self.tokens(x.T), src_key_padding_mask=~shown).transpose(0, 1)
-        elif self.how == "weights":
+        elif self.how in ("weights", "two layers", "behind a recurrence"):
+            h = self.before(h)[0] if self.how == "behind a recurrence" else h
             h, _ = self.attention(h, h, h, key_padding_mask=~shown, need_weights=True)
         elif self.how == "by hand":
             h = (h @ h.mT).masked_fill(~keys, -1e9).softmax(-1) @ h
-        else:
+        elif self.how == "scaled dot product":
             h = functional.scaled_dot_product_attention(q, q, q, attn_mask=keys[:, None]).squeeze(1)
         return self.head(h.nan_to_num().mean(dim=1))
 
@@ -228,7 +230,7 @@ READ: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 }
 
 
-@each("how", ["layer", "places first", "weights", "by hand", "scaled dot product"])
+@each("how", ["layer", "two layers", "places first", "weights", "by hand", "scaled dot product"])
 def test_a_mask_of_the_other_convention_is_named(how: str, tmp_path: Path) -> None:
     most = None if how == "layer" else 1
     for name, rows in list(HIDDEN.items())[:most]:
@@ -236,6 +238,10 @@ def test_a_mask_of_the_other_convention_is_named(how: str, tmp_path: Path) -> No
         assert found.evidence["token"] == 0 and "mask" in found.meaning and found.severity == "warning"
     for name, rows in list(READ.items())[:most]:
         assert masked(tmp_path / f"{how}, {name}", how, rows) == [], name
+
+
+def test_places_that_others_were_mixed_into_may_be_read_alone(tmp_path: Path) -> None:
+    assert masked(tmp_path / "run", "behind a recurrence", HIDDEN["inverted"]) == []
 
 
 # -- an attention that sees the targets

@@ -21,6 +21,7 @@ _OF_WEIGHTS = re.compile(
     "(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|Expand|ToCopy|Clone|Mul|Div|NativeDropout)"
     r"Backward\d"
 )
+_MIXES = re.compile(r"(\w*(Rnn|Lstm|Gru|Conv|Stack|Cum|Fft)\w*|ScaledDotProduct\w*|(Safe)?Softmax)Backward\d")
 _ATTENTIONS = 2  # behind a loss whose weights or masks are read
 _MASKED = -1e3  # that is added to a score: what is less leaves no weight
 
@@ -76,15 +77,17 @@ def next_places_seen(root: Tensor) -> Iterator[tuple[Tensor, int, Tensor, Tensor
 
 # A mask of the other convention lets attention read the padding and nothing else. Of all places of all queries only
 # those of the first and the last query are read: under a causal mask, too, the last one sees all that is not hidden.
+# What has mixed places before, a recurrence or another attention, may have brought all tokens to those that are read.
 def places_read(root: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield tokens that are looked up, rows by places, and at which of these places attention reads something."""
-    behind = cast("list[Any]", list(nodes_of([root])))
-    for attention in [node for node in behind if _ATTENTION.fullmatch(type(node).__name__)][:_ATTENTIONS]:
+    attentions = [node for node in nodes_of([root]) if _ATTENTION.fullmatch(type(node).__name__)]
+    for attention in attentions[-_ATTENTIONS:]:  # the first ones of the forward
         with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
             read = _first_and_last_read(attention)
-            if read is None:
+            behind = [] if read is None else list(nodes_behind([attention]))[1:]
+            if read is None or any(_MIXES.fullmatch(type(node).__name__) for node in behind):
                 continue
-            for lookup in [node for node in nodes_behind([attention]) if type(node).__name__ == "EmbeddingBackward0"]:
+            for lookup in [node for node in behind if type(node).__name__ == "EmbeddingBackward0"]:
                 tokens = kept_tensor(lookup, "_saved_indices")
                 for rows in (tokens, tokens.T) if tokens is not None and tokens.dim() == 2 else ():
                     if rows.shape[1] == read.shape[1] > 1 and len(rows) and not len(read) % len(rows):
