@@ -12,6 +12,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from plimsoll.kernels.dtypes import EIGHT_BIT
+
 # Attributes of results, and of running statistics, which come from no other operation; others have arguments.
 _RESULTS = ("_saved_result", "_saved_out", "_saved_logsumexp", "_saved_running_", "_saved_total_weight")
 LAST = 12  # nodes behind a loss that keep what the loss function was given
@@ -147,7 +149,7 @@ def kept_in_8_bits(root: Tensor) -> Iterator[tuple[str, Tensor, int | None]]:
                 raw: Any = getattr(node, f"_raw{name if name[0] == '_' else f'_{name}'}", None)
                 for each in cast("list[Any]", raw) if isinstance(raw, (list, tuple)) else [raw]:
                     data = getattr(each, "data", None)
-                    if type(data) is Tensor and data.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
+                    if type(data) is Tensor and data.dtype in EIGHT_BIT:
                         is_result = kind == "SoftmaxBackward0" and name == "_saved_result"
                         dim = signed(cast("Any", node)._saved_dim) % data.dim() if is_result else None  # noqa: SLF001  (likewise)
                         yield kind.removesuffix("Backward0").removesuffix("Backward"), data.detach(), dim
