@@ -21,7 +21,7 @@ from plimsoll.diagnosis.rules.base import (
     worst,
 )
 from plimsoll.diagnosis.rules.casts import CastFlushes
-from plimsoll.diagnosis.rules.layers.zeros import LEAVE_ZERO, DeadLayer
+from plimsoll.diagnosis.rules.layers.zeros import LEAVE_ZERO, DeadLayer, StructuralZeros
 from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, module_ends
@@ -361,7 +361,8 @@ class OutputsAlike(Rule):
         """Yield one finding of the outputs whose rows differed at first, and are most of them one vector at the end."""
         last = {name: event for event in facts(view, _ROWS) for name in listed_in(event, "modules")}
         alike = {name: event for name, event in last.items() if event.details.get("holds") is True}
-        if not alike:
+        # A dropout of nearly all values leaves many rows with nothing but the biases.
+        if not alike or any(found.severity == "warning" for found in StructuralZeros().findings(view)):
             return
         spots = [Spot(name=name, since_step=int(str(e.details["since"]))) for name, e in alike.items()]
         first = alike[spots[0].name]
