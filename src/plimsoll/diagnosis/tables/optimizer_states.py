@@ -12,7 +12,7 @@ from plimsoll.diagnosis.view import View
 from plimsoll.formats import get_element
 
 _HALF = np.log10(2)  # in decades
-_ROUNDING = 1e-3  # of a second moment: less cannot be told from what rounding leaves
+_ROUNDING = 1e-3  # of a second moment: less may be what rounding leaves
 SECOND_MOMENTS = {"exp_avg_sq": "exp_avg", "square_avg": "momentum_buffer", "v": "m"}  # second moment: first moment
 _BETA2 = 0.999  # Adam's default
 # States that are named as those that hold what a narrow weight cannot, unless the weights show otherwise.

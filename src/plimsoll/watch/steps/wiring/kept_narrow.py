@@ -422,7 +422,7 @@ def _casts_to_fp16(followed: FollowedOptimizer) -> bool:
 def _of_products(optimizer: Any) -> Iterator[tuple[Tensor, str, Tensor, Tensor]]:
     """Yield the first weights with square states of another shape, those states, and sums of squares of the gradient.
 
-    A square weight is left out: its momentum has the same shape, and rows and columns are not to be told apart.
+    A square weight is left out: its momentum has the same shape, and rows and columns are not to be distinguished.
     """
     given = (p for group in optimizer.param_groups for p in group["params"])
     weights = (p for p in given if p.dim() == 2 and p.shape[0] != p.shape[1] and p.grad is not None)
