@@ -3,7 +3,6 @@
 With `sound` they are left out. The comment above each has the mean loss of its last tenth of steps.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 
 import plimsoll as pl
 from benchmarks.trust.faults.oversights import FEW, SIDE, either
+from benchmarks.trust.faults.precision_traps import Step, adam
 from benchmarks.trust.faults.stumbles import NAN
 from benchmarks.trust.registry import fault
 from benchmarks.trust.toys import batches, clusters, mlp, pictures
@@ -160,30 +160,15 @@ def merged(run: Training, *, sound: bool = False) -> None:
         run.losses.append(float(loss.detach()))
 
 
-class Lamb(torch.optim.Optimizer):
+class Lamb(Step):
     """Adam whose steps are as long as the weights of a tensor, times the rate."""
 
-    def __init__(self, parameters: Iterable[Tensor], lr: float, *, guarded: bool) -> None:
-        super().__init__(parameters, {"lr": lr})
-        self.guarded = guarded
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        """Step every parameter that has a gradient."""
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["step"] = count = state.get("step", 0) + 1
-                first = state.setdefault("exp_avg", torch.zeros_like(p)).lerp_(p.grad, 0.1)
-                second = state.setdefault("exp_avg_sq", torch.zeros_like(p)).lerp_(p.grad.square(), 0.001)
-                update = first / (1 - 0.9**count) / ((second / (1 - 0.999**count)).sqrt() + 1e-8)
-                size, length = p.norm(), update.norm()
-                trust = size / (length + 1e-12)
-                if self.guarded and (size == 0 or length == 0):
-                    trust = torch.ones(())
-                p.sub_(group["lr"] * trust * update)
+    def move(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
+        """Step one parameter."""
+        update = adam(gradient, state, group["lr"])
+        size, length = parameter.norm(), update.norm() / group["lr"]
+        is_one = group["guarded"] and (size == 0 or length == 0)
+        parameter.add_(update * (1.0 if is_one else size / (length + 1e-12)))
 
 
 # Loss at the end: 2.30 with the fault, 0.12 without.

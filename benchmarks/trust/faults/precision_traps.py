@@ -54,7 +54,7 @@ class Step(torch.optim.Optimizer, abc.ABC):
         """Step one parameter."""
 
 
-def _adam(gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:
+def adam(gradient: Tensor, state: dict[str, Any], lr: float) -> Tensor:
     """An update of Adam, in FP32; the moments are kept in the state."""
     if "exp_avg" not in state:
         state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(gradient), torch.zeros_like(gradient)
@@ -167,7 +167,7 @@ class OneBitAdam(Step):
         """Step one parameter."""
         lr, frozen = group["lr"], state["step"] > group["freeze_step"]
         if not frozen:
-            parameter.add_(_adam(gradient, state, lr))
+            parameter.add_(adam(gradient, state, lr))
             return
         step = group["freeze_step"]
         mean, square = state["exp_avg"].lerp_(gradient, 0.1), state["exp_avg_sq"] / (1 - 0.999**step)
@@ -651,7 +651,7 @@ class SplitAdam(Step):
         """Step one parameter."""
         high = parameter.float().view(torch.int32)
         master = (high | state.get("low", torch.zeros_like(high))).view(torch.float32)
-        master = master + _adam(gradient, state, group["lr"])
+        master = master + adam(gradient, state, group["lr"])
         bits = master.view(torch.int32)
         state["low"] = bits & 65535
         parameter.copy_((bits & -65536).view(torch.float32) if group["cut"] else master)
@@ -685,7 +685,7 @@ class Shampoo(Step):
     def move(self, parameter: Tensor, gradient: Tensor, state: dict[str, Any], group: dict[str, Any]) -> None:
         """Step one parameter."""
         if gradient.dim() < 2:
-            parameter.add_(_adam(gradient, state, group["lr"]))
+            parameter.add_(adam(gradient, state, group["lr"]))
             return
         for side, matrix in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
             state[side] = 0.95 * state.get(side, 0.0) + 0.05 * matrix.float()

@@ -261,6 +261,10 @@ class CastFlushes(ShareRule):
         yield from self._kept(view)
         yield from self._weights(view)
         yield from self._gradients(view)
+        yield from self._made_narrow(view)
+
+    def _made_narrow(self, view: View) -> Iterator[Finding]:
+        """Yield one finding of a loss that makes its gradient in the forward, in FP16."""
         event = first_fact(view, "gradient made narrow")
         if event is not None:
             who, lost = (event.details.get(name) for name in ("function", "lost"))
@@ -473,7 +477,7 @@ class CastFlushes(ShareRule):
             return Phrase(
                 what=f"{context.place} has rounded {percent(context.number('flushed'))} of its inputs to zero in "
                 f"{context.format} {context.since}",
-                effect="for want of a scale",
+                effect="because no scale is used",
                 remedy="scale them before the cast",
             )
         if context.cause == _WEIGHTS:

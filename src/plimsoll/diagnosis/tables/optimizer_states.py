@@ -128,9 +128,7 @@ def exchanged_states(view: View, *, times: float, near: float, parameters: float
     states, gradients = view.cells("optimizer"), view.cells("gradients")
     if states is None or gradients is None:
         return None
-    named = [
-        name.removesuffix(":exp_avg_sq") for name in states.names
-    ]  # of other states it stays, and no gradient has it
+    named = [name.removesuffix(":exp_avg_sq") for name in states.names]  # other states match no gradient's name
     rows = [row for row, name in enumerate(named) if name in gradients.names]
     betas = [each.get("betas") for each in optimizer_settings(view)]
     pairs = [cast("list[float]", pair) for pair in betas if isinstance(pair, list)]

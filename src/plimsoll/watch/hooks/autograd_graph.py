@@ -38,7 +38,9 @@ _BOUNDED = {
 }
 _SAME_ORDER = re.compile("(View|UnsafeView|ReshapeAlias|Squeeze|Unsqueeze|ToCopy|Clone)Backward\\d")
 _OF_FUNCTION = "saved_tensors"  # of an autograd.Function: what it was given, and what it has computed
-_NORMS = ("LinalgVectorNormBackward0", "NormBackward1")
+_NORMS = ("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1")
+_SAME_NORM = re.compile(r"(Expand|ClampMin|Clone)Backward\d")
+_ANY = re.compile(r".*")
 _PAIRS = re.compile("(Sub|Rsub|Mul|Div|Add|Expand)Backward\\d")  # operations that broadcast what they are given
 
 # torch 2.9 does not show whether a hook has packed a kept tensor.
@@ -276,9 +278,8 @@ def classes_of(root: Tensor, scale: Tensor | None) -> tuple[int, float]:
         return 0, 1.0
     before, scores = _through_views(node.next_functions[0][0])
     with contextlib.suppress(AttributeError, RuntimeError):  # an earlier backward has freed them
-        is_plain = (
-            not _is_packed(getattr(node, "_raw_saved_weight", None)) and kept_tensor(node, "_saved_weight") is None
-        )
+        is_plain = not _is_packed(getattr(node, "_raw_saved_weight", None))
+        is_plain = is_plain and kept_tensor(node, "_saved_weight") is None
         is_mean = is_plain and node._saved_reduction == 1  # noqa: SLF001  (likewise)
         if is_mean and len(scores) > 1 and type(before).__name__ == "LogSoftmaxBackward0":
             return int(scores[1]), divisor
@@ -317,18 +318,30 @@ def _constant_of(node: Any) -> float | None:
 
 
 def _is_normalised(node: Any) -> bool:
-    """Return whether a node's values were divided by their own norm."""
+    """Return whether a node's values were divided by the norm of their last dimension, and by nothing else."""
     while node is not None and _SAME_VALUES.fullmatch(type(node).__name__):
         node = node.next_functions[0][0]
-    if node is None or type(node).__name__ != "DivBackward0":
-        return False
-    (values, _), (norm, _) = node.next_functions
-    while norm is not None and type(norm).__name__ in ("ExpandBackward0", "ClampMinBackward0", "CloneBackward0"):
-        norm = norm.next_functions[0][0]
-    if norm is None or type(norm).__name__ not in _NORMS or norm.next_functions[0][0] is not values:
-        return False
+    vectors, norm = _divided_by_norm(node, _SAME_NORM)
     last = len(_shape_of(node)) - 1
-    return [signed(dim) % (last + 1) for dim in norm._saved_dim] == [last]  # noqa: SLF001  (likewise)
+    dims = [signed(dim) % (last + 1) for dim in getattr(norm, "_saved_dim", None) or ()]
+    return vectors is not None and dims == [last]
+
+
+def _divided_by_norm(node: Any, between: re.Pattern[str]) -> tuple[Any, Any]:
+    """Return what a node has divided by its own norm, and the node of that norm; None, None for another node.
+
+    `between`: names of the nodes that may stand between the norm and the division.
+    """
+    if type(node).__name__ != "DivBackward0":
+        return None, None
+    (vectors, _), (norm, _) = node.next_functions
+    for _ in range(_WAY_TO_NORM):
+        if norm is None or type(norm).__name__ in _NORMS or not between.fullmatch(type(norm).__name__):
+            break
+        norm = norm.next_functions[0][0] if norm.next_functions else None
+    if norm is None or type(norm).__name__ not in _NORMS or norm.next_functions[0][0] is not vectors:
+        return None, None
+    return vectors, norm
 
 
 def error_of(root: Tensor) -> tuple[str, int]:
@@ -455,7 +468,7 @@ def only_pulls(root: Tensor, scale: Tensor | None) -> list[Tensor]:
             waiting.append((given[0], sign * factor))
         else:
             is_error = kind == "MseLossBackward0"
-            sides = [_normalised(maker) for maker in given if maker is not None]
+            sides = [_divided_by_norm(_through_views(maker)[0], _ANY)[0] for maker in given]
             if len(sides) != 2 or None in sides or sign != (1 if is_error else -1):
                 return []
             if not is_error and kind != "MulBackward0":
@@ -487,19 +500,6 @@ def _sign_of(node: Any, scale: Tensor | None) -> int:
     if scale is not None and factors[0].data_ptr() == scale.data_ptr():
         return 1
     return 0 if factors[0].device.type != "cpu" else int(factors[0].sign())
-
-
-def _normalised(node: Any) -> Any:
-    """Return what has made vectors before they were divided by their own norms; None if they were not."""
-    divided, _ = _through_views(node)
-    if type(divided).__name__ != "DivBackward0":
-        return None
-    (vectors, _), (norm, _) = divided.next_functions
-    for _ in range(_WAY_TO_NORM):
-        if norm is None or type(norm).__name__ in ("LinalgVectorNormBackward0", "NormBackward0", "NormBackward1"):
-            break
-        norm = norm.next_functions[0][0] if norm.next_functions else None
-    return vectors if norm is not None and norm.next_functions and norm.next_functions[0][0] is vectors else None
 
 
 # What a function of a user's own or a compiled graph computes is not known: it may turn a gradient around. A product of

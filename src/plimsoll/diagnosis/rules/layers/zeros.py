@@ -1,7 +1,7 @@
 """Rules of layers that put out zeros: dead ones, inputs that are too small, zeros that are no underflow."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -175,13 +175,12 @@ class DeadLayer(Rule):
         if any(spot.value >= self.zeros for spot in zeroed):  # no gradient comes through them
             return
         if silent is not None and silent.stops is None:  # else gradients-vanish says where they stop
-            yield from self._without_gradients(view, silent)
+            yield from self._without_gradients(view, silent, known)
         yield from self._without_slope(view)
 
-    def _without_gradients(self, view: View, silent: _SilentGradients) -> Iterator[Finding]:
-        """Yield one finding of layers whose gradients are zero in the backward too."""
+    def _without_gradients(self, view: View, silent: _SilentGradients, known: Set[str]) -> Iterator[Finding]:
+        """Yield one finding of layers whose gradients are zero in the backward too, without those of known cause."""
         lost, few = self._lost(view, silent), int(self.samples)
-        known = self._known(view)
         spots = [spot for spot in silent.spots if spot not in lost and spot.name not in known]
         if spots and silent.is_over:
             yield self.finding(
@@ -330,28 +329,15 @@ class DeadLayer(Rule):
 
         Each comes with the step, its first value and the negative one. Then the spots that died since, and until when.
         """
-        cells = view.cells("weights")
-        if cells is None:
+        passed = _passed_zero(view)
+        if not passed:
             return [], [], 0
-        (outputs, last), silent = self.dead_outputs(view), self.silent_gradients(view)
+        (dead, last), silent = self.dead_outputs(view), self.silent_gradients(view)
         if silent is not None and not silent.is_over and not silent.unknown:
-            dead, last = [*outputs, *silent.spots], max(last, silent.until)
-        else:
-            dead = outputs
+            dead, last = [*dead, *silent.spots], max(last, silent.until)
         modules = {s.name.partition(":")[0] if ":" in s.name else s.name.rpartition(".")[0] for s in dead}
-        values, counts = cells.total(cells.columns["sum"] / cells.scale), cells.total_of("count")
         until = max((spot.since_step for spot in dead), default=0)
-        found: list[tuple[str, int, float, float]] = []
-        for place, name in enumerate(cells.names):
-            module, _, kind = name.rpartition(".")
-            seen = np.flatnonzero(np.isfinite(values[place]) & (cells.steps <= until))
-            if module not in modules or kind == "bias" or not len(seen) or np.nanmax(counts[place]) != 1:
-                continue
-            past = seen[values[place, seen] < 0]
-            if len(past) and values[place, seen[0]] > 0:
-                first, after = values[place, seen[0]], values[place, past[0]]
-                found.append((name, int(cells.steps[past[0]]), float(first), float(after)))
-        found.sort(key=lambda each: each[1])
+        found = [each for each in passed if each[0].rpartition(".")[0] in modules and each[1] <= until]
         return found, [spot for spot in dead if found and spot.since_step >= found[0][1]], last
 
     # A buffer that is written at each step and stays may be a mask. Where it has a value for each of several experts,
@@ -636,6 +622,27 @@ class StructuralZeros(Rule):
             )  # fmt: skip
 
 
+def _passed_zero(view: View) -> list[tuple[str, int, float, float]]:
+    """Return parameters of one number that begin above zero and are below it later, but for biases, in order.
+
+    Each comes with the step of the first sample below zero, its first value and that one.
+    """
+    cells = view.cells("weights")
+    if cells is None:
+        return []
+    values, counts = cells.total(cells.columns["sum"] / cells.scale), cells.total_of("count")
+    found: list[tuple[str, int, float, float]] = []
+    for place, name in enumerate(cells.names):
+        seen = np.flatnonzero(np.isfinite(values[place]))
+        below = seen[values[place, seen] < 0]
+        if name.rpartition(".")[2] == "bias" or not len(below) or np.nanmax(counts[place]) != 1:
+            continue
+        first, after = float(values[place, seen[0]]), float(values[place, below[0]])
+        if first > 0:
+            found.append((name, int(cells.steps[below[0]]), first, after))
+    return sorted(found, key=lambda each: each[1])
+
+
 def _experts_around(view: View, name: str, owner: str) -> int:
     """Return how many numbered modules lie side by side where a parameter of a module below `owner` is."""
     inside = f"{owner}." if owner else ""
@@ -643,8 +650,8 @@ def _experts_around(view: View, name: str, owner: str) -> int:
     place = next((i for i, part in enumerate(parts) if part.isdigit()), -1)
     before = inside + "".join(f"{part}." for part in parts[:place])
     modules = {output.partition(":")[0] for output in view.run.tensors.get("activations", ())}
-    beside = {module.removeprefix(before).partition(".")[0] for module in modules if module.startswith(before)}
-    return sum(part.isdigit() for part in beside) if place >= 0 else 0
+    siblings = {module.removeprefix(before).partition(".")[0] for module in modules if module.startswith(before)}
+    return sum(part.isdigit() for part in siblings) if place >= 0 else 0
 
 
 def _evidence_of(grown: Growth) -> dict[str, float | int | str]:

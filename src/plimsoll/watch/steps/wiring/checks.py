@@ -17,6 +17,10 @@ from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.optimizer_tensors import has_unscaled, parameters_of
 from plimsoll.watch.session import WatchSession
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+NORMS = (
+    *BATCH_NORMS, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d,
+)  # fmt: skip
 REPEATS = 3  # steps or looks on end: what holds at all of these is no chance
 
 _VALUES = 256  # of a weight or a gradient that is followed

@@ -412,16 +412,16 @@ class Targets:
         for tokens, read in attention_graph.places_read(loss):
             if tokens.device != read.device:
                 continue
-            tells = (read.any(dim=1) & ~read.all(dim=1))[:, None]
-            inside, outside = read & tells, ~read & tells
+            counted = (read.any(dim=1) & ~read.all(dim=1))[:, None]
+            inside, outside = read & counted, ~read & counted
             token = torch.where(inside, tokens, -1).amax()
             low, high = torch.where(outside, tokens, tokens.amax()).amin(), torch.where(outside, tokens, -1).amax()
             lengths, edges = inside.sum(dim=1), inside[:, 1:].int() - inside[:, :-1].int()
-            shortest = torch.where(tells[:, 0], lengths, tokens.shape[1]).amin()
-            wrong = (((tokens == token) != inside) & tells).sum()
+            shortest = torch.where(counted[:, 0], lengths, tokens.shape[1]).amin()
+            wrong = (((tokens == token) != inside) & counted).sum()
             ends = torch.stack([(edges < 0).sum(), (edges > 0).sum()]).amin()  # 0: all runs are at the same end
             numbers = DeviceValue(
-                torch.stack([token, wrong, ends, tells.sum(), outside.sum(), lengths.amax(), shortest, low, high])
+                torch.stack([token, wrong, ends, counted.sum(), outside.sum(), lengths.amax(), shortest, low, high])
             )
 
             def read_numbers(numbers: DeviceValue = numbers) -> list[Fact]:

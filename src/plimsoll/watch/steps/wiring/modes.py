@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.names import clean
 from plimsoll.watch.steps.wiring.checks import (
+    BATCH_NORMS,
+    NORMS,
     REPEATS,
     Fact,
     FollowedOptimizer,
@@ -36,7 +38,6 @@ _MOST, _FEW = 0.5, 0.25  # of the rows that are one vector, and so few that it i
 _VARIED = 0.75  # of the vector's values differ from the next one: no one-hot, no code of signs, no plain picture
 _DIFFER = 0.9  # of the inputs' rows differ from the next one
 _LISTED = 256  # norms with their epsilons
-_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
 class EvaluationMode(TrainingCheck):
@@ -65,7 +66,7 @@ class EvaluationMode(TrainingCheck):
         norms = {
             name: DeviceValue(((m.running_mean == 0).all() & (m.running_var == 1).all()).reshape(1))
             for name, m in off
-            if isinstance(m, _NORMS) and m.running_mean is not None and m.running_var is not None
+            if isinstance(m, BATCH_NORMS) and m.running_mean is not None and m.running_var is not None
         }
         if norms or (dropouts and not model.training):
             self._said = self._evaluated >= _STEPS or model.training
@@ -102,7 +103,7 @@ class FrozenNorms(TrainingCheck):
         model = self.training.model()
         found = dict[str, tuple[int, int]]()
         for name, m in cast("Iterable[tuple[str, nn.Module]]", [] if model is None else model.named_modules()):
-            if not isinstance(m, _NORMS) or not m.training or m.num_batches_tracked is None or m.momentum == 0:
+            if not isinstance(m, BATCH_NORMS) or not m.training or m.num_batches_tracked is None or m.momentum == 0:
                 continue
             weight = cast("Tensor | None", m.weight)
             if weight is None or any(p.requires_grad for p in m.parameters(recurse=False)):
@@ -216,14 +217,13 @@ def _norms_of_one_value(model: nn.Module | None) -> list[str]:
 
 def _epsilons(model: nn.Module | None) -> dict[str, float]:
     """Return the epsilons of torch's norms, of the first ones of a large model."""
-    kinds = (*_NORMS, nn.LayerNorm, nn.GroupNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
     named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
-    found = ((clean(name), cast("Any", m).eps) for name, m in named if isinstance(m, kinds))
-    return dict(itertools.islice(found, _LISTED))
+    found = ((clean(name), cast("Any", m).eps) for name, m in named if isinstance(m, NORMS))
+    return dict(itertools.islice(((name, eps) for name, eps in found if eps is not None), _LISTED))
 
 
 def norms_of_last_batch(model: nn.Module | None) -> list[str]:
     """Return the batch norms in training whose running statistics are nearly those of the last batch alone."""
     named = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
-    norms = [(name, cast("Any", m)) for name, m in named if isinstance(m, _NORMS)]
+    norms = [(name, cast("Any", m)) for name, m in named if isinstance(m, BATCH_NORMS)]
     return [clean(name) for name, m in norms if m.training and m.track_running_stats and (m.momentum or 0) >= _LAST]

@@ -24,6 +24,7 @@ from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.watch.names import clean
 from plimsoll.watch.parameters.optimizer_tensors import innermost
 from plimsoll.watch.steps.wiring.checks import (
+    NORMS,
     REPEATS,
     Fact,
     FollowedOptimizer,
@@ -40,11 +41,7 @@ _LAYERS = 256  # whose rows are compared
 _LATER = 10  # steps after the first, when they are
 _SIDE = 16  # rows, and values of each
 _NEAR = 1e-3  # of how far the weights have moved: rows that are nearer to each other move as one
-_NORMS = (
-    nn.LayerNorm, nn.GroupNorm, nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm, nn.InstanceNorm1d,
-    nn.InstanceNorm2d, nn.InstanceNorm3d, getattr(nn, "RMSNorm", nn.LayerNorm),
-)  # fmt: skip
-_FORWARDS = frozenset(kind.forward for kind in _NORMS)  # of a subclass with its own, the gain may be 1 + weight
+_FORWARDS = frozenset(kind.forward for kind in NORMS)  # of a subclass with its own, the gain may be 1 + weight
 _FEW, _ENOUGH = 16, 64  # gains of a norm, and of all norms: means of fewer say little
 _ERRORS = 4  # standard errors, by which what was drawn may differ from what was to be expected
 _CORNER = 256  # rows and columns of a weight in which outliers are looked for
