@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 
 import plimsoll as pl
+from plimsoll.diagnosis import Finding, diagnose
 
 STEPS = 25
+Step = Callable[[int], None]
 
 
 class Block(nn.Module):
@@ -129,3 +131,13 @@ def seeded_mlp() -> nn.Sequential:
 
 def adamw(model: nn.Module, **arguments: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), **{"lr": 1e-3, **arguments})
+
+
+def watched(
+    path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: Step, steps: int = 12
+) -> list[Finding]:
+    """The findings of a training, but for notes."""
+    with pl.watch(model, optimizer, run=path, every=1, quiet=True):
+        for at in range(steps):
+            step(at)
+    return [finding for finding in diagnose(path) if finding.severity != "info"]
