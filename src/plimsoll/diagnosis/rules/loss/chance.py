@@ -134,7 +134,7 @@ class LossAtChance(Rule):
         trunk = random_trunk(view)
         if trunk is None:
             way = min(way, _way(view))
-            moved = f"Weight matrices have gone up to {percent(way)} of their size: the steps are not too small."
+            moved = f"Updates of a weight matrix add up to {percent(way)} of its size: the steps are not too small."
             advice = f"{self.advice.partition('; ')[0]}. {moved}" if self.way <= way < math.inf else None
             yield self.finding("warning", (), evidence, since_step=since, until_step=until, advice=advice)
             return
