@@ -14,7 +14,6 @@ import plimsoll as pl
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import Plan
 from plimsoll.receipts import Row
-from plimsoll.receipts.assembly import line_of
 from plimsoll.receipts.recording.values import Memory
 from plimsoll.receipts.take import receipt
 from plimsoll.tracing.call_site import INSTALLED, Place
@@ -229,8 +228,8 @@ def test_lines_are_named_below_the_folder_of_packages_or_the_working_folder(
 ):
     monkeypatch.chdir(tmp_path)
     for file, name in ((f"{INSTALLED[0]}llama/model.py", "llama/model.py"), (str(tmp_path / "train.py"), "train.py")):
-        assert line_of(Place(file=file, line=3)) == f"{Path(name)}:3"
-    assert line_of(Place()) is None
+        assert Place(file=file, line=3).shown == f"{Path(name)}:3"
+    assert Place().shown is None
 
 
 def test_a_model_without_values():

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -13,7 +12,6 @@ from plimsoll.receipts.recording.operations import Entry, Switches
 from plimsoll.receipts.recording.training import Recording
 from plimsoll.receipts.recording.values import dtype_name, size_bytes
 from plimsoll.receipts.rows import MemoryUse, Role, Row, TensorRow
-from plimsoll.tracing.call_site import INSTALLED, Place
 from plimsoll.tracing.tensors import Names, parts_of
 from plimsoll.watch.names import ROOT, clean
 
@@ -38,7 +36,7 @@ def row_of(entry: Entry, names: Names) -> Row:
     values = entry.values
     return Row(
         operation=entry.operation, kind=entry.kind, phase=entry.phase, module=module_of(entry, names),
-        source_line=line_of(entry.place), source_text=entry.place.text,
+        source_line=entry.place.shown, source_text=entry.place.text,
         operands=values if entry.where == "emulated" else entry.operands, values=values, output=entry.output,
         accumulate=entry.accumulate, partial=entry.partial, cause=entry.cause, where=entry.where,
         rounded=entry.rounded, calls=entry.calls, bytes=entry.bytes, note=_note(entry),
@@ -53,14 +51,6 @@ def module_of(entry: Entry, names: Names) -> str | None:
     if base in (None, ROOT):
         return entry.path or base
     return f"{base}.{entry.path}" if entry.path else base
-
-
-def line_of(place: Place) -> str | None:
-    """Return "file:line", below the package's folder or the working directory."""
-    if place.file is None:
-        return None
-    folder = next((base for base in (*INSTALLED, f"{Path.cwd()}{os.sep}") if place.file.startswith(base)), "")
-    return f"{place.file.removeprefix(folder)}:{place.line}"
 
 
 def _note(entry: Entry) -> str:

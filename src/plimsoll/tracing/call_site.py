@@ -74,6 +74,14 @@ class Place:
         """The text of the line."""
         return "" if self.file is None else linecache.getline(self.file, self.line).strip()
 
+    @property
+    def shown(self) -> str | None:
+        """File and line, as "file:line" below the package's folder or the working directory."""
+        if self.file is None:
+            return None
+        folder = next((base for base in (*INSTALLED, f"{Path.cwd()}{os.sep}") if self.file.startswith(base)), "")
+        return f"{self.file.removeprefix(folder)}:{self.line}"
+
 
 def look(*, backward: bool = False) -> Place:
     """Return the place of the current operation; in a backward at most what runs the backward."""

@@ -1,10 +1,14 @@
-"""State of a thread: which emulated casts and FP8 layers act in what runs now."""
+"""State of a thread: which emulated casts and FP8 layers act in what runs now, and how to compute aside of them."""
 
 import contextlib
 import threading
 from collections.abc import Generator
+from typing import Any, cast
 
 import torch
+from torch.utils import _python_dispatch as dispatch
+
+_C = cast("Any", torch)._C  # noqa: SLF001  (it has DisableTorchFunction, which torch offers nowhere else)
 
 
 class ActiveCasts(threading.local):
@@ -39,3 +43,17 @@ def without_rounding(dtype: torch.dtype = torch.float32) -> Generator[None]:
         yield
     finally:
         active_casts.reference = before
+
+
+@contextlib.contextmanager
+def as_written(kind: str) -> Generator[None]:
+    """Compute in the dtypes of the operands, hidden from every mode."""
+    # Under autocast, or an emulation of it, the product would be rounded to 16 bits. In FP16 it overflows where the
+    # attention does not: the kernel adds up in FP32, and scales before it rounds.
+    with contextlib.ExitStack() as stack:
+        if torch.amp.is_autocast_available(kind):
+            stack.enter_context(torch.autocast(kind, enabled=False))
+        stack.enter_context(without_rounding())
+        stack.enter_context(_C.DisableTorchFunction())
+        stack.enter_context(cast("Any", dispatch)._disable_current_modes())  # noqa: SLF001
+        yield

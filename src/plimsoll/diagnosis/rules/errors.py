@@ -1,8 +1,8 @@
-"""Rules of rounding: errors against a shadow step, clustered blocks, flips."""
+"""Rules of rounding: errors against a shadow step, clustered blocks, flips, operations of the script."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,7 +25,9 @@ from plimsoll.diagnosis.rules.nonfinite import Nonfinite
 from plimsoll.diagnosis.rules.underflow import UnderflowHigh
 from plimsoll.diagnosis.tables.cells import Cells, Floats, Ints
 from plimsoll.diagnosis.tables.trend import looks, trend
+from plimsoll.diagnosis.tables.wiring_facts import facts, listed_in
 from plimsoll.diagnosis.view import View
+from plimsoll.runs import Event
 from plimsoll.runs.records import FLIPS, MARGIN, TIES
 from plimsoll.spectrum import error_sums
 from plimsoll.tensor_collections import COLLECTIONS
@@ -387,3 +389,122 @@ def _forward_error(view: View, step: int, before: str | None = None) -> float:
         errors = errors[: mine.index(True) if any(mine) else None]
     now = errors[:, cells.steps == step]
     return float(np.max(now[np.isfinite(now)], initial=0.0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class OperationInexact(Rule):
+    """Operations of the script that lose what they are given, although their modules' outputs look sound."""
+
+    id = "operation-inexact"
+    says = (
+        "an operation of the script loses what it is given: a difference of nearly equal numbers, an angle too large "
+        "for its format, an overflow, whole numbers that wrap"
+    )
+    meaning = "An operation of the script loses what it is given."
+    advice = "Compute it in FP32."
+    figure = "loss_and_scale"
+    items = {"place": EvidenceItem("Line"), "share": EvidenceItem("Values lost", "share")}
+
+    lines: float = threshold(
+        1, "a line is recorded only if it loses in two steps that were looked at, or in the only one"
+    )
+
+    def findings(self, view: View) -> Iterator[Finding]:
+        """Yield one finding for each way in which values are lost, of all lines that lose them so."""
+        by_kind: dict[str, list[Event]] = {}
+        for event in facts(view, "operation inexact"):
+            by_kind.setdefault(str(event.details.get("kind")), []).append(event)
+        for kind, events in by_kind.items():
+            if kind not in _LOSSES or len(events) < self.lines:
+                continue
+            loss, event = _LOSSES[kind], max(events, key=_share)
+            place, formats = str(event.details.get("place")), str(event.details.get("formats"))
+            share = _share(event)
+            since = {name: _since(e) for e in reversed(events) for name in listed_in(e, "modules")}
+            more = f", and so do {len(events) - 1} more lines" if len(events) > 1 else ""
+            yield self.finding(
+                "warning",
+                [Spot(name=name, since_step=step, value=share) for name, step in since.items()],
+                {"cause": loss.cause, "place": place, "formats": formats, "share": share},
+                since_step=min(map(_since, events)),
+                until_step=max(view.last_step, event.step),
+                meaning=f"{loss.meaning.format(place=place, formats=formats, share=percent(share))}{more}. "
+                f"The line is: {event.details.get('text')}",
+                advice=loss.advice,
+            )
+
+    def phrase(self, context: FindingContext) -> Phrase:
+        """Return the line, and what it loses."""
+        remedy = next(loss.remedy for loss in _LOSSES.values() if loss.cause == context.cause)
+        return Phrase(what=f"{context.text('place')} computes {context.cause}, seen {context.since}", remedy=remedy)
+
+
+class _Loss(NamedTuple):
+    """One way in which an operation loses values, in words; `meaning` begins a sentence."""
+
+    cause: str
+    meaning: str
+    remedy: str  # as the end of a sentence
+    advice: str
+
+
+_TO_FP32 = "cast what goes in to FP32"
+_LOSSES = {
+    "difference": _Loss(
+        "a difference that is rounding",
+        "The numbers that {place} subtracts in {formats} are nearly equal: {share} of their differences are no larger "
+        "than the distance between neighbours in the narrow format. Their digits cancel, and what is left is rounding",
+        "compute both numbers in FP32",
+        "Compute both numbers in FP32 from the start (a cast of rounded ones is too late), or rewrite the difference "
+        "so that nothing cancels.",
+    ),
+    "overflow": _Loss(
+        "infinite numbers from finite ones",
+        "What {place} computes in FP16 overflows: numbers beyond 65,504 become infinite, although what goes in is "
+        "finite",
+        _TO_FP32,
+        "Cast what goes into this operation to FP32.",
+    ),
+    "underflow": _Loss(
+        "zeros from numbers that are not zero",
+        "What {place} computes in FP16 underflows: {share} of the results are zero, although what goes in is not, and "
+        "the others are below the smallest normal number",
+        _TO_FP32,
+        "Cast what goes into this operation to FP32.",
+    ),
+    "angle": _Loss(
+        "sines or cosines of numbers that are too large for their digits",
+        "{place} takes the sine or cosine of numbers so large that neighbours in their format are 2 radians apart or "
+        "more ({share} of them, in {formats} or in a 16-bit format before): which angle it was, is lost in rounding",
+        "compute the angles with more digits",
+        "Compute positions, times and angles in FP32 or FP64, and take off whole turns before they are rounded.",
+    ),
+    "remainder": _Loss(
+        "remainders of numbers that are too large for their digits",
+        "{place} takes the remainder of numbers so large that {share} of them lie half of the divisor apart in "
+        "{formats}, or more: what is left is rounding",
+        "take the remainder of whole numbers",
+        "Take the remainder of whole numbers or in FP64, and cast it afterwards.",
+    ),
+    "wrap": _Loss(
+        "whole numbers that wrap",
+        "The results of {place} do not fit into {formats}, and {share} of them wrap: they come back small, or with the "
+        "other sign",
+        "compute in INT32",
+        "Cast to INT32, or to a floating format, before this operation.",
+    ),
+    "cast": _Loss(
+        "codes beyond the range of 8 bits",
+        "{place} casts numbers to 8-bit integers, and {share} of them are beyond their range: they wrap, or worse",
+        "clamp before the cast",
+        "Clamp before the cast, or choose the scale by the largest value.",
+    ),
+}
+
+
+def _share(event: Event) -> float:
+    return float(str(event.details.get("share", 0)))
+
+
+def _since(event: Event) -> int:
+    return int(str(event.details.get("since", event.step)))

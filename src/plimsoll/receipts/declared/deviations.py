@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from plimsoll.precision.levels.fp8_layers import FP8
-from plimsoll.receipts.assembly import line_of, module_of
+from plimsoll.receipts.assembly import module_of
 from plimsoll.receipts.declared.declaration import Declaration
 from plimsoll.receipts.recording.operations import MULTIPLYING, Entry, Switches, listed_as
 from plimsoll.receipts.recording.training import Recording
@@ -284,7 +284,7 @@ def _of_loss(declaration: Declaration, recording: Recording) -> Iterator[Deviati
     unscaled = deviation("loss", None, "fp32", loss.format)
     if made is not None:
         unscaled = replace(
-            unscaled, module=module_of(made, recording.names), source_line=line_of(made.place), operation=made.operation
+            unscaled, module=module_of(made, recording.names), source_line=made.place.shown, operation=made.operation
         )
     yield replace(unscaled, phases=("forward",))
 

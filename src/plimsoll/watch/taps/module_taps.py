@@ -14,13 +14,12 @@ import math
 import threading
 import weakref
 from collections import Counter, defaultdict
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils import _python_dispatch as dispatch
 
 from plimsoll import row_layout
 from plimsoll.kernels.dtypes import SIXTEEN_BIT
@@ -30,7 +29,7 @@ from plimsoll.watch.names import tensors_among, tensors_in
 from plimsoll.watch.sample import Rows, Sample
 from plimsoll.watch.session import WatchSession, contained, contained_reader
 from plimsoll.watch.taps.compiled_taps import CompiledTaps, inlined_only, is_capturing
-from plimsoll.watch.thread_casts import without_rounding
+from plimsoll.watch.thread_casts import as_written
 
 _PLAIN = (Tensor, nn.Parameter)
 
@@ -447,7 +446,6 @@ def _devices(modules: Mapping[str, nn.Module]) -> set[torch.device]:
 # the largest score of each head and sample, as activations of the module that calls, under "MODULE:scores". The
 # attention itself stays the kernel that it is. Calls in compiled code are not seen.
 
-_C = cast("Any", torch)._C  # noqa: SLF001  (it has DisableTorchFunction, which torch offers nowhere else)
 SCORES = "scores"  # of a module, as "input" and "output" are
 _ROWS = 32  # queries of each head and sample that are looked at, evenly spread
 
@@ -525,7 +523,7 @@ def largest_scores(query: Tensor, key: Tensor, rest: dict[str, Any]) -> Tensor |
     if rest.get("enable_gqa") and q.shape[-3] != k.shape[-3]:
         k = k.repeat_interleave(q.shape[-3] // k.shape[-3], -3)
     scale = rest.get("scale")
-    with _as_written(q.device.type):
+    with as_written(q.device.type):
         scores = (q @ k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
         largest = _masked(scores, chosen, rest, rows).amax((-2, -1)).reshape(-1)
         # On a GPU it would wait for their number. NaN stays: it is what is looked for.
@@ -537,20 +535,6 @@ def leave_out_masked(row: Tensor) -> None:
     row[row_layout.COUNT] -= row[row_layout.NEG_INFS]
     row[row_layout.NEG_INFS] = 0
     row[row_layout.NARROW :] = 0  # the others' neighbours are not next to them in memory
-
-
-@contextlib.contextmanager
-def _as_written(kind: str) -> Generator[None]:
-    """Compute in the dtypes of the operands, hidden from every mode."""
-    # Under autocast, or an emulation of it, the product would be rounded to 16 bits. In FP16 it overflows where the
-    # attention does not: the kernel adds up in FP32, and scales before it rounds.
-    with contextlib.ExitStack() as stack:
-        if torch.amp.is_autocast_available(kind):
-            stack.enter_context(torch.autocast(kind, enabled=False))
-        stack.enter_context(without_rounding())
-        stack.enter_context(_C.DisableTorchFunction())
-        stack.enter_context(cast("Any", dispatch)._disable_current_modes())  # noqa: SLF001
-        yield
 
 
 def _masked(scores: Tensor, chosen: Tensor, rest: dict[str, Any], rows: int) -> Tensor:

@@ -27,6 +27,7 @@ from plimsoll.watch.steps.wiring.gradients import (
 from plimsoll.watch.steps.wiring.kept_narrow import LostEpsilon, Moments, NarrowProducts, Roundings
 from plimsoll.watch.steps.wiring.loss_graph import LossGraph
 from plimsoll.watch.steps.wiring.modes import EvaluationMode, FrozenNorms, NarrowNorms, RowsAlike
+from plimsoll.watch.steps.wiring.operations import Operations
 from plimsoll.watch.steps.wiring.ownership import NeverStepped, OtherTensors, Ownership
 from plimsoll.watch.steps.wiring.schedules import Schedules
 from plimsoll.watch.steps.wiring.weights import ClearedStates, FirstDraws, FirstWeights, FrozenDraws, Overwrites
@@ -50,6 +51,7 @@ _TRAINING_CHECKS: tuple[type[TrainingCheck], ...] = (
     NarrowNorms,
     Schedules,
     Averages,
+    Operations,
 )
 _OPTIMIZER_CHECKS: tuple[type[OptimizerCheck], ...] = (
     CarriedGradients,

@@ -1,0 +1,431 @@
+"""Check of the script's own operations in a few whole steps: those that lose what they are given.
+
+- Differences of 16-bit numbers that are equal but for their last digit.
+- Products and sums in FP16 that are infinite, or zero, although what goes in is neither.
+- Sines and remainders of numbers so large that their neighbours are turns apart.
+- Whole numbers that wrap.
+
+A module's output may look sound while a number inside of it has no digit left. Such operations are most often written
+out in a script, and the modules and functions of torch take care of theirs. So a `TorchFunctionMode` receives each
+function that Python calls from the end of an optimizer's step to the next one. Unlike a dispatch mode it changes
+nothing in what torch computes, but for the fast path of attention in evaluation mode, which it steps aside for.
+"""
+
+import math
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import DeviceContext
+
+from plimsoll.kernels.device_value import DeviceValue
+from plimsoll.kernels.dtypes import FLOATING, FORMATS, SIXTEEN_BIT
+from plimsoll.kernels.operators.checks import is_transformed
+from plimsoll.tracing.call_site import Place, look, owner_of
+from plimsoll.watch.hooks.autograd_graph import backward_running
+from plimsoll.watch.hooks.torch_hooks import has_compiled
+from plimsoll.watch.names import clean
+from plimsoll.watch.session import contained
+from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training, TrainingCheck
+from plimsoll.watch.taps.compiled_taps import is_capturing
+from plimsoll.watch.thread_casts import as_written
+
+_AFTER = (1, 7, 31, 127)  # steps of an optimizer: first weights may be the cause at the first of them, a good fit later
+_MOST_LOOKS = 512  # at operations in one step
+_ALL = 6  # of the first calls of a line are looked at
+_MOST_VALUES = 1 << 16  # of one operation, and of those that are computed again
+_MOST_AGAIN = 1 << 22
+_FEWEST = 16  # values without which nothing is judged
+_SOME = 1 / 64  # of the differences are not zero
+_ROUNDED = 0.95  # of the large values lie on the grid of BF16: they were rounded to it
+_COARSE = 256  # where neighbours in BF16 are 2 apart
+_APART = 2.0  # radians between neighbours
+_FP16_NORMAL = 2.0**-14  # where all results are smaller, what became zero does not only look small beside them
+_BYTES = (torch.int8, torch.uint8)
+_NARROW_INTEGERS = (*_BYTES, torch.int16)
+_BETWEEN = ("overrides.py", "_tensor.py", "functional.py")  # files of torch between its function and who calls it
+_PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+
+_Arguments = tuple[Any, ...]
+# Two numbers of a look: values that are lost, and values that are judged.
+_Count = Callable[[Any, _Arguments, Mapping[str, Any], Tensor], Tensor | None]
+
+
+class _Kind(NamedTuple):
+    """One way in which an operation loses what it is given: from this share and number of its values on."""
+
+    look: _Count
+    results: tuple[torch.dtype, ...]  # dtypes
+    share: float
+    least: int
+
+
+class _Site(NamedTuple):
+    """An operation of the script."""
+
+    file: str
+    line: int
+    kind: str
+    formats: str  # of what goes in: a line may hold several such operations
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What was seen of a site.
+
+    Attributes:
+        place: Its place.
+        calls: In the present step.
+        looks: Likewise, at some of the calls.
+        shares: Of values that were lost, for each step that shows it.
+        lost: The numbers of those steps that had too many of them.
+        is_said: True once it was recorded.
+    """
+
+    place: Place
+    calls: int = 0
+    looks: list[DeviceValue] = field(default_factory=list[DeviceValue])
+    shares: list[float] = field(default_factory=list[float])
+    lost: list[int] = field(default_factory=list[int])
+    is_said: bool = False
+
+
+class Operations(TrainingCheck):
+    """The script's operations, between an optimizer's step and its next one."""
+
+    def __init__(self, training: Training) -> None:
+        super().__init__(training)
+        self._mode: _Listening | None = None
+        self._optimizer: FollowedOptimizer | None = None  # whose next step is waited for
+        self._begun = 0  # of the steps in which it listens
+        self._seen: dict[_Site, _Seen] = {}
+        self.session.at_close.append(self._stop)
+
+    def step_ends(self, optimizer: Any, followed: FollowedOptimizer) -> None:
+        """An optimizer's step has returned: listen, if this is one of the steps for it."""
+        if self._mode is not None or self._begun == len(_AFTER) or followed.steps < _AFTER[self._begun]:
+            return
+        self._begun += 1
+        if _only_devices() and not has_compiled():  # another mode, or a compiled function, would notice
+            self._mode, self._optimizer = _Listening(self), followed
+            self._mode.start()
+
+    def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
+        """An optimizer's step is called: judge, if it is the one that was waited for."""
+        if followed is self._optimizer:
+            self._stop()
+            self._judge(at_end=False)
+        elif self._optimizer is None:
+            self._stop()
+
+    def closes(self) -> None:
+        """The watch closes: what was seen in a single step is judged by that."""
+        self._judge(at_end=True)
+
+    @contained
+    def look_at(self, kind: str, func: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor) -> None:
+        """Look at one operation that has returned."""
+        place = look()
+        if place.file is None:
+            return
+        site = _Site(place.file, place.line, kind, _formats(arguments, result))
+        seen = self._seen.setdefault(site, _Seen(place))
+        seen.calls += 1
+        if seen.calls > _ALL and seen.calls & (seen.calls - 1):  # of a line in a loop: then calls 8, 16, 32 ...
+            return
+        with torch.no_grad(), as_written(result.device.type):
+            counted = _KINDS[kind].look(func, arguments, keywords, result)
+        if counted is not None:
+            seen.looks.append(DeviceValue(counted))
+
+    # If the script has entered a mode since and is still in it, ours waits for the end of that one, and does nothing.
+    def _stop(self) -> None:
+        self._optimizer = None
+        if self._mode is not None and self._mode.stop():
+            self._mode = None
+
+    # A step of its own is no proof: what is lost in most of the steps that show it, and in two of them, is no chance.
+    # If the training had only one of these steps, that one decides.
+    def _judge(self, *, at_end: bool) -> None:
+        now = [(site, seen, seen.looks) for site, seen in self._seen.items() if seen.looks]
+        everything = list(self._seen.items())
+        for _, seen in everything:
+            seen.calls, seen.looks = 0, []
+        model = self.training.model()
+        modules = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
+        names = {id(module): clean(name) or "model" for name, module in modules}
+
+        step = self.session.step
+
+        def read() -> list[Fact]:
+            for site, seen, looks in now:
+                lost, judged = cast("list[int]", torch.stack([v.tensor() for v in looks]).sum(dim=0).tolist())
+                kind = _KINDS[site.kind]
+                if judged >= _FEWEST:
+                    seen.shares.append(lost / judged)
+                    if lost >= max(kind.least, kind.share * judged):
+                        seen.lost.append(step)
+            return [_fact(site, seen, names) for site, seen in everything if _is_new(seen, at_end=at_end)]
+
+        if now or at_end:
+            self.facts.record_from(read, size_bytes=400 * (1 + len(now)))
+
+
+def _is_new(seen: _Seen, *, at_end: bool) -> bool:
+    """Return True if a site loses for sure, and was not recorded before."""
+    return not seen.is_said and 2 * len(seen.lost) > len(seen.shares) and (len(seen.lost) > 1 or at_end)
+
+
+def _fact(site: _Site, seen: _Seen, names: Mapping[int, str]) -> Fact:
+    seen.is_said = True
+    place = seen.place
+    module = None if place.module is None else names.get(id(place.module))
+    message = f"{place.shown} loses what it is given: {site.kind}"
+    return Fact("operation inexact", message, {
+        "kind": site.kind, "place": place.shown, "text": place.text, "formats": site.formats,
+        "share": max(seen.shares), "since": seen.lost[0], "modules": [] if module is None else [module],
+    })  # fmt: skip
+
+
+class _Listening(TorchFunctionMode):
+    """The mode itself: calls the check after operations of the script."""
+
+    def __init__(self, check: Operations) -> None:
+        super().__init__()
+        self._check: Operations | None = check
+        self._looks = _MOST_LOOKS
+        self._thread = threading.get_ident()
+        self._is_on = False
+        self._handle: Any = None
+
+    def start(self) -> None:
+        """Listen from now on."""
+        self.__enter__()
+        self._is_on = True
+        self._handle = nn.modules.module.register_module_forward_pre_hook(self._before_module)
+
+    def stop(self) -> bool:
+        """Listen no more, and leave the stack of modes; return True if that was possible, or was done before."""
+        self._check = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+        top = cast("Any", torch.overrides)._get_current_function_mode()  # noqa: SLF001
+        if self._is_on and threading.get_ident() == self._thread and top is self:
+            self._is_on = False
+            self.__exit__(None, None, None)
+        return not self._is_on
+
+    # Modules of attention have a fast path in evaluation mode, which they do not take under a mode like this.
+    def _before_module(self, module: nn.Module, _: Any) -> None:
+        if not module.training and isinstance(module, _WITH_FAST_PATH) and threading.get_ident() == self._thread:
+            self.stop()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        keywords: dict[str, Any] = kwargs or {}
+        result = func(*args, **keywords)
+        name: str = getattr(func, "__name__", "")
+        kinds = _BY_FUNCTION.get(name[2:-2] if name.startswith("__") and name.endswith("__") else name, ())
+        if kinds and self._check is not None and self._looks and type(result) in _PLAIN and _is_of_script(result):
+            for kind in kinds:
+                if result.dtype in _KINDS[kind].results:
+                    self._looks -= 1
+                    self._check.look_at(kind, func, args, keywords, result)
+        return result
+
+
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
+
+
+def _only_devices() -> bool:
+    """Return True if no mode is entered but `torch.set_default_device`."""
+    stack = cast("Any", torch.overrides)._get_current_function_mode_stack()  # noqa: SLF001
+    return all(isinstance(mode, DeviceContext) for mode in stack)
+
+
+def _is_of_script(result: Tensor) -> bool:
+    """Return True for a result of enough values that the script has computed outside of backwards and transforms."""
+    if result.numel() < _FEWEST or result.layout != torch.strided or result.is_meta or result.is_inference():
+        return False
+    if not torch.is_grad_enabled() or backward_running() != -1 or is_transformed() or is_capturing():
+        return False
+    if torch.compiler.is_compiling():
+        return False
+    frame: FrameType | None = cast("Any", sys)._getframe(2)  # noqa: SLF001
+    while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN) and _owner(frame) == "torch":
+        frame = frame.f_back
+    return frame is not None and _owner(frame) == "user"
+
+
+def _owner(frame: FrameType) -> str:
+    return owner_of(frame.f_code.co_filename)
+
+
+def _formats(arguments: _Arguments, result: Tensor) -> str:
+    """Return the dtypes of what goes in."""
+    given = [x.dtype for x in arguments if isinstance(x, Tensor)] or [result.dtype]
+    return " and ".join(dict.fromkeys(FORMATS[x].name if x in FORMATS else str(x)[6:] for x in given))
+
+
+# -- what shows that an operation loses --------------------------------------------------------------------------------
+
+
+def _some(*tensors: Tensor) -> list[Tensor]:
+    """Return values of tensors of one shape, from the same places all over them."""
+    shape = tensors[0].shape
+    steps = [1] * len(shape)
+    while (total := math.prod(left := [-(-n // step) for n, step in zip(shape, steps, strict=True)])) > _MOST_VALUES:
+        axis = max(range(len(shape)), key=left.__getitem__)
+        steps[axis] *= min(left[axis], -(-total // _MOST_VALUES))
+    return [x.detach()[tuple(slice(None, None, step) for step in steps)] for x in tensors]
+
+
+def _operands(arguments: _Arguments, result: Tensor) -> list[Tensor]:
+    """Return values of two operands and of the result at the same places; none unless there are two."""
+    given = [
+        x if isinstance(x, Tensor) else torch.full((), x, device=result.device)
+        for x in arguments
+        if isinstance(x, Tensor | int | float)
+    ]
+    if len(given) != 2 or any(type(x) not in _PLAIN or (x.device != result.device and x.dim()) for x in given):
+        return []
+    return _some(*(x.to(result.device).broadcast_to(result.shape) for x in given), result)
+
+
+def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distance between neighbours in a floating dtype, at each value."""
+    info = torch.finfo(dtype)
+    spacing = torch.ldexp(torch.full_like(x, info.eps), x.frexp().exponent - 1)
+    return spacing.clamp(min=info.smallest_normal * info.eps)
+
+
+def _counted(lost: Tensor, judged: Tensor | int) -> Tensor:
+    lost = lost.sum()
+    return torch.stack([lost, judged.sum() if isinstance(judged, Tensor) else torch.full_like(lost, judged)])
+
+
+# Whole numbers that a format holds in full are no roundings. Where nearly all differences are zero nothing is known: in
+# its first epoch a policy is still the one that drew. A number less its own rounding is taken on purpose, as the low
+# half of a sum or to feed back an error: that is never more than half of the distance.
+def _differences(_: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
+    dtypes = [x.dtype for x in arguments if isinstance(x, Tensor)]
+    if keywords or len(dtypes) != 2 or not all(dtype in FLOATING for dtype in dtypes):
+        return None
+    found = [x.float() for x in _operands(arguments, result)[:2]]
+    if not found:
+        return None
+    spacings, narrow, exact = zip(*(_rounding(x, dtype) for x, dtype in zip(found, dtypes, strict=True)), strict=True)
+    spacing, size = torch.maximum(*spacings), torch.maximum(*(x.abs() for x in found))
+    difference = (found[0] - found[1]).abs()
+    judged = (size > 0) & difference.isfinite() & (narrow[0] | narrow[1]) & ~(exact[0] & exact[1])
+    lost = judged & (difference <= spacing)
+    clear = lost & (difference > torch.where(narrow[0] & narrow[1], 0.0, spacing / 2))
+    return _counted(lost, judged & (clear.sum() >= _SOME * judged.sum()))
+
+
+def _rounding(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the distance between neighbours, whether the format is narrow, and whether it holds these values in full.
+
+    FP32 values that all lie on the grid of BF16 were rounded to it.
+    """
+    narrow = torch.tensor(dtype in SIXTEEN_BIT, device=x.device)
+    spacing, grid = _spacing(x, dtype), dtype if dtype in SIXTEEN_BIT else torch.bfloat16
+    exact = ((x == x.round()) & (x.abs() <= 2 ** (FORMATS[grid].mantissa_bits + 1))).all()
+    if dtype == torch.float32:
+        ordered = x.flatten().sort().values
+        differ = (ordered[1:] != ordered[:-1]).sum() >= _FEWEST
+        narrow = differ & (x == x.bfloat16()).all() & ~exact
+        spacing = torch.where(narrow, _spacing(x, torch.bfloat16), spacing)
+    return spacing, narrow, exact
+
+
+def _overflows(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
+    tensors = [x.detach() for x in arguments if isinstance(x, Tensor)]
+    largest = torch.finfo(torch.float16).max
+    beyond = any(isinstance(x, int | float) and abs(x) > largest for x in arguments)
+    if not tensors or beyond or any(x.numel() > _MOST_AGAIN for x in tensors):
+        return None
+    is_finite = torch.stack([x.isfinite().all() for x in tensors]).all()
+    (values,) = _some(result)
+    return _counted(values.isposinf() & is_finite, values.numel())  # masks are of negative ones
+
+
+def _underflows(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
+    found = _operands(arguments * 2 if len(arguments) == 1 else arguments, result)
+    if not found:
+        return None
+    judged = (found[0] != 0) & (found[1] != 0)
+    return _counted(judged & (found[2] == 0) & (found[2].abs().amax() < _FP16_NORMAL), judged)
+
+
+def _angles(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], _result: Tensor) -> Tensor | None:
+    angle = arguments[-1] if arguments else None  # of `polar` the second argument
+    if not isinstance(angle, Tensor) or angle.dtype not in (torch.float32, *SIXTEEN_BIT):
+        return None
+    (x,) = _some(angle)
+    values = x.float()
+    spacing = _spacing(values, x.dtype)
+    if x.dtype == torch.float32:
+        is_large = values.abs() >= _COARSE
+        on_grid = is_large & (values == values.bfloat16())
+        were_rounded = on_grid.sum() >= _ROUNDED * is_large.sum()
+        spacing = torch.where(were_rounded, _spacing(values, torch.bfloat16), spacing)
+    return _counted((spacing >= _APART) & values.isfinite(), values.numel())
+
+
+def _remainders(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
+    found = _operands(arguments, result)
+    if not found or found[0].dtype not in (torch.float32, *SIXTEEN_BIT):
+        return None
+    x, by = found[0].float(), found[1].float()
+    return _counted((_spacing(x, found[0].dtype) >= by.abs() / 2) & (by != 0) & x.isfinite(), x.numel())
+
+
+def _wraps(func: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
+    tensors = [x for x in arguments if isinstance(x, Tensor)]
+    if any(x.is_floating_point() or x.numel() > _MOST_AGAIN for x in tensors):
+        return None
+    kept = {name: value for name, value in keywords.items() if name not in ("dtype", "out")}
+    again = func(*(x.long() if isinstance(x, Tensor) else x for x in arguments), **kept)
+    return _counted(again != result, result.numel())
+
+
+def _casts(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
+    given = arguments[0]
+    if not isinstance(given, Tensor) or not given.is_floating_point():
+        return None
+    (x,) = (x.float().trunc() for x in _some(given))
+    info = torch.iinfo(result.dtype)
+    return _counted((x > info.max) | (x < info.min), x.numel())
+
+
+_KINDS = {
+    "difference": _Kind(_differences, FLOATING, 0.5, 8),
+    "overflow": _Kind(_overflows, (torch.float16,), 0.0, 1),
+    "underflow": _Kind(_underflows, (torch.float16,), 0.5, 8),
+    "angle": _Kind(_angles, (*FLOATING, torch.complex64), 0.01, 8),
+    "remainder": _Kind(_remainders, FLOATING, 0.5, 8),
+    "wrap": _Kind(_wraps, _NARROW_INTEGERS, 0.0, 1),
+    "cast": _Kind(_casts, _BYTES, 0.0, 1),
+}
+# By the functions' names, of operators without underscores. What is written in place has lost its operand.
+_FUNCTIONS = {
+    "difference": ("sub", "rsub", "subtract"),
+    "overflow": ("mul", "rmul", "multiply", "square", "pow", "add", "sum", "cumsum", "matmul", "bmm", "mm", "einsum"),
+    "underflow": ("mul", "rmul", "multiply", "square", "pow"),
+    "angle": ("sin", "cos", "polar"),
+    "remainder": ("remainder", "fmod"),
+    "wrap": ("add", "sub", "rsub", "mul", "rmul", "sum", "cumsum"),
+    "cast": ("to", "type", "byte", "char"),
+}
+_BY_FUNCTION: dict[str, list[str]] = defaultdict(list)
+for _kind, _names in _FUNCTIONS.items():
+    for _name in _names:
+        _BY_FUNCTION[_name].append(_kind)
