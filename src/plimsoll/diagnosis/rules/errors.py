@@ -452,8 +452,9 @@ _TO_FP32 = "cast what goes in to FP32"
 _LOSSES = {
     "difference": _Loss(
         "a difference that is rounding",
-        "The numbers that {place} subtracts in {formats} are nearly equal: {share} of their differences are no larger "
-        "than the distance between neighbours in the narrow format. Their digits cancel, and what is left is rounding",
+        "The numbers that {place} subtracts in {formats} are nearly equal: {share} of their differences are zero, or "
+        "no larger than the distance between neighbours in the narrow format. Their digits cancel, and what is left is "
+        "rounding",
         "compute both numbers in FP32",
         "Compute both numbers in FP32 from the start (a cast of rounded ones is too late), or rewrite the difference "
         "so that nothing cancels.",

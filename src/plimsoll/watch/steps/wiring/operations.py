@@ -44,6 +44,7 @@ _MOST_VALUES = 1 << 16  # of one operation, and of those that are computed again
 _MOST_AGAIN = 1 << 22
 _FEWEST = 16  # values without which nothing is judged
 _SOME = 1 / 64  # of the differences are not zero
+_NEAR = 4  # distances between neighbours: half of the differences that are not zero are no larger
 _ROUNDED = 0.95  # of the large values lie on the grid of BF16: they were rounded to it
 _COARSE = 256  # where neighbours in BF16 are 2 apart
 _APART = 2.0  # radians between neighbours
@@ -312,8 +313,9 @@ def _counted(lost: Tensor, judged: Tensor | int) -> Tensor:
 
 
 # Whole numbers that a format holds in full are no roundings. Where nearly all differences are zero nothing is known: in
-# its first epoch a policy is still the one that drew. A number less its own rounding is taken on purpose, as the low
-# half of a sum or to feed back an error: that is never more than half of the distance.
+# its first epoch a policy is still the one that drew. Nor are zeros roundings beside large differences: most values may
+# be within bounds. A number less its own rounding is taken on purpose, as the low half of a sum or to feed back an
+# error: that is never more than half of the distance.
 def _differences(_: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
     dtypes = [x.dtype for x in arguments if isinstance(x, Tensor)]
     if keywords or len(dtypes) != 2 or not all(dtype in FLOATING for dtype in dtypes):
@@ -324,10 +326,13 @@ def _differences(_: Any, arguments: _Arguments, keywords: Mapping[str, Any], res
     spacings, narrow, exact = zip(*(_rounding(x, dtype) for x, dtype in zip(found, dtypes, strict=True)), strict=True)
     spacing, size = torch.maximum(*spacings), torch.maximum(*(x.abs() for x in found))
     difference = (found[0] - found[1]).abs()
+    clear = difference > torch.where(narrow[0] & narrow[1], 0.0, spacing / 2)
     judged = (size > 0) & difference.isfinite() & (narrow[0] | narrow[1]) & ~(exact[0] & exact[1])
-    lost = judged & (difference <= spacing)
-    clear = lost & (difference > torch.where(narrow[0] & narrow[1], 0.0, spacing / 2))
-    return _counted(lost, judged & (clear.sum() >= _SOME * judged.sum()))
+    judged = judged & ((clear & judged).sum() >= _SOME * judged.sum())
+    is_near = (judged & (difference > 0) & (difference <= _NEAR * spacing)).sum() * 2 >= (
+        judged & (difference > 0)
+    ).sum()
+    return _counted(judged & (difference <= spacing) & is_near, judged)
 
 
 def _rounding(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

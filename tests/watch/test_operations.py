@@ -1,0 +1,211 @@
+"""Operations of a script that lose what they are given, and what listening to them leaves as it was."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_file
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+import plimsoll as pl
+from plimsoll.diagnosis import Finding
+from plimsoll.diagnosis.view import View
+from plimsoll.report.verdicts.verdict_sentence import verdict
+from tests.support.cases import each
+from tests.support.diagnosis.trainings import watched
+
+Operation = Callable[[Tensor, Tensor], Tensor]  # takes what a layer puts out, and its input
+BF16, FP16 = torch.bfloat16, torch.float16
+TIMES = 1_700_000_000 + torch.arange(256).reshape(32, 8)  # seconds
+PLACES = torch.arange(32 * 64).reshape(32, 64)
+
+
+class Scripted(nn.Module):
+    """A layer, and an operation of the script on what it puts out."""
+
+    def __init__(self, operation: Operation) -> None:
+        super().__init__()
+        self.linear, self.operation = nn.Linear(8, 8), operation
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        extra = self.operation(h, x).float()
+        return h + torch.where(extra.isfinite(), extra, 0.0).mean().tanh()
+
+
+def found(path: Path, operation: Operation, steps: int = 10) -> list[Finding]:
+    torch.manual_seed(0)
+    model = Scripted(operation)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def step(_: int) -> None:
+        optimizer.zero_grad()
+        x = torch.randn(32, 8)
+        (model(x) - x.roll(1, dims=1)).square().mean().backward()
+        optimizer.step()
+
+    return [f for f in watched(path, model, optimizer, step, steps) if f.rule == "operation-inexact"]
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.bfloat16().float()
+
+
+LOSSY: dict[str, tuple[str, Operation]] = {
+    "two BF16 numbers near 100": ("a difference", lambda h, x: (100 + h / 4).to(BF16) - (100 + x / 4).to(BF16)),
+    "one of them in FP32": ("a difference", lambda h, x: (100 + h / 4) - (100 + x / 4).to(BF16)),
+    "one that was rounded before": ("a difference", lambda h, x: (100 + 8 * x + h / 2) - rounded(100 + 8 * x)),
+    "two FP16 numbers": ("a difference", lambda h, x: torch.sub((100 + h / 40).half(), (100 + x / 40).half())),
+    "an area in FP16": ("infinite", lambda h, x: (300 + h).half() * (300 + x).half()),
+    "a sum in FP16": ("infinite", lambda h, x: (2e4 + h).half().sum(dim=1, keepdim=True).expand(32, 8)),
+    "squares of small numbers": ("zeros", lambda h, _: (1e-4 * h).half().square()),
+    "products of small numbers": ("zeros", lambda h, x: (1e-4 * h).half() * (1e-4 * x).half()),
+    "sines of places in BF16": ("sines", lambda h, _: torch.sin(PLACES.to(BF16))),
+    "sines of places that were rounded": ("sines", lambda h, _: rounded(PLACES.float() * 0.7).sin()),
+    "angles of times": ("sines", lambda h, _: torch.polar(torch.ones(32, 8), TIMES.float()).real),
+    "the minute of a time": ("remainders", lambda h, _: TIMES.float() % 60),
+    "a sum of codes": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).to(torch.int8).sum(1, dtype=torch.int8)),
+    "pixels less their middle": ("wrap", lambda h, x: (x.abs() * 90).clamp(max=255).byte() - 128),
+    "codes that are not clamped": ("8 bits", lambda h, x: (100 * x).round().to(torch.int8)),
+}
+SOUND: dict[str, Operation] = {
+    "numbers in FP32": lambda h, x: (100 + h / 4) - (100 + x / 4),
+    "BF16 numbers that differ": lambda h, x: h.to(BF16) - x.to(BF16),
+    "the same BF16 numbers": lambda h, x: (100 + h).to(BF16) - (100 + h.detach()).to(BF16),
+    "a number less its rounding": lambda h, x: (100 + h) - (100 + h).to(BF16),
+    "through a rounding": lambda h, x: h + (rounded(h) - h).detach(),
+    "through codes": lambda h, x: h.to(BF16) + ((h * 32).round() / 32).to(BF16).sub(h.to(BF16)).detach(),
+    "whole numbers in BF16": lambda h, x: (100 + 5 * x).round().to(BF16) - (100 + 4 * x).round().to(BF16),
+    "ones less a mask": lambda h, x: torch.ones(32, 8, dtype=BF16) - (x > 0).to(BF16),
+    "halves in FP32": lambda h, x: (0.5 + 1e-3 * h) - torch.full((32, 8), 0.5),
+    "without a gradient": lambda h, x: torch.no_grad()(lambda: (100 + h / 4).to(BF16) - (100 + x / 4).to(BF16))(),
+    "few numbers": lambda h, x: (100 + h[0, :4] / 4).to(BF16) - (100 + x[0, :4] / 4).to(BF16),
+    "a mask of the smallest number": lambda h, x: h.half() + (x > 0).half() * torch.finfo(FP16).min - 7e4,
+    "an infinite mask": lambda h, x: (x > 0).half() * 1e9,
+    "what was infinite before": lambda h, x: (h.half() / 0).abs() * 2,
+    "zeros beside normal numbers": lambda h, x: torch.cat([(1e-4 * h), 10 + h[:2]]).half().square(),
+    "products with zeros": lambda h, x: (h > 9).half() * (1e-3 * x).half(),
+    "sines of whole places": lambda h, _: PLACES.float().sin(),
+    "sines of places in FP64": lambda h, _: TIMES.double().sin(),
+    "the minute of whole seconds": lambda h, _: TIMES % 60,
+    "a sum of codes in INT32": lambda h, x: (40 * x).round().clamp(-127, 127).to(torch.int8).sum(1, dtype=torch.int32),
+    "the rest of a picture": lambda h, x: 255 - (x.abs() * 90).clamp(max=255).byte(),
+    "codes that are clamped": lambda h, x: (100 * x).round().clamp(-128, 127).to(torch.int8),
+    "what a bound cuts off": lambda h, x: x.to(BF16) - x.to(BF16).clamp(-1, 1),
+    "packed nibbles": lambda h, x: ((x > 0).int() * 240 | 15).to(torch.uint8),
+}
+
+
+@each("name", LOSSY)
+def test_an_operation_that_loses_digits_is_named_with_its_line(name: str, tmp_path: Path) -> None:
+    cause, operation = LOSSY[name]
+    (finding,) = found(tmp_path / name, operation)
+    line = operation.__code__.co_firstlineno
+    assert cause in str(finding.evidence["cause"])
+    assert str(finding.evidence["place"]).endswith(f"test_operations.py:{line}")
+    assert f'"{name}"' in finding.meaning  # the text of the line
+    assert finding.severity == "warning" and finding.where == ("model",) and finding.since_step == 1
+    assert f"test_operations.py:{line}" in verdict(View(pl.Run(tmp_path / name)), [finding])
+
+
+@each("name", SOUND)
+def test_a_sound_operation_is_not(name: str, tmp_path: Path) -> None:
+    assert not found(tmp_path / name, SOUND[name])
+
+
+def test_what_is_lost_in_one_of_two_steps_may_be_chance(tmp_path: Path) -> None:
+    calls = 0
+
+    def seldom(h: Tensor, x: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        offset = 100 if calls == 2 else 0  # the first step that is looked at
+        return (offset + h / 4).to(BF16) - (offset + x / 4).to(BF16)
+
+    assert not found(tmp_path / "two", seldom)
+    calls = 0
+    assert found(tmp_path / "one", seldom, steps=4)  # there was no second one
+
+
+class Evaluated(nn.Module):
+    """Attention, whose fast path in evaluation mode is another sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.head = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.layer(x)) - x.to(BF16)
+
+
+class Passing(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def trained(run: Path | None, around: Callable[[int], contextlib.AbstractContextManager[object]]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, teacher = Evaluated(), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    optimizer = torch.optim.Adam(model.parameters())
+    watch = contextlib.nullcontext() if run is None else pl.watch(model, optimizer, run=run, quiet=True)
+    results: list[Tensor] = []
+    with watch:
+        for step in range(10):
+            with around(step):
+                x = torch.randn(4, 6, 8)
+                with torch.no_grad():
+                    target = teacher(x)
+                loss = (model(x) - target).square().mean()
+                optimizer.zero_grad()
+                loss.backward()
+            optimizer.step()
+            results += [target, loss.detach()]
+    return [*results, *(p.detach() for p in model.parameters()), torch.get_rng_state()]
+
+
+@each("name", ["nothing", "a mode", "a device"])
+def test_a_training_is_the_same_and_nothing_stays(name: str, tmp_path: Path) -> None:
+    def around(_: int) -> contextlib.AbstractContextManager[object]:
+        return {"nothing": contextlib.nullcontext, "a mode": Passing, "a device": lambda: torch.device("cpu")}[name]()
+
+    hooks = len(module_file._global_forward_pre_hooks)
+    bare, observed = trained(None, around), trained(tmp_path / name, around)
+    assert all(torch.equal(a, b) for a, b in zip(bare, observed, strict=True))
+    assert not _get_current_function_mode_stack() and len(module_file._global_forward_pre_hooks) == hooks
+
+
+def test_modes_of_the_script_that_end_in_any_order(tmp_path: Path) -> None:
+    """One is entered while ours listens, and left only later: ours waits for it, and the training listens again."""
+    model = Scripted(LOSSY["an area in FP16"][1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    mode = Passing()
+    with pl.watch(model, optimizer, run=tmp_path / "run", quiet=True):
+        for step in range(40):
+            if step == 1:
+                mode.__enter__()
+            model(torch.randn(32, 8)).square().mean().backward()
+            optimizer.step()
+            if step == 3:
+                assert len(_get_current_function_mode_stack()) == 2
+                mode.__exit__(None, None, None)
+    assert not _get_current_function_mode_stack()
+    assert any(f.rule == "operation-inexact" for f in pl.diagnose(tmp_path / "run"))
+
+
+def test_an_error_while_it_listens_leaves_no_mode(tmp_path: Path) -> None:
+    model = Scripted(lambda h, x: h)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def train() -> None:
+        with pl.watch(model, optimizer, run=tmp_path / "run", quiet=True):
+            for step in range(4):
+                model(torch.randn(32, 8 + (step == 1))).square().mean().backward()
+                optimizer.step()
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        train()
+    assert not _get_current_function_mode_stack()
