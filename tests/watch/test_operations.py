@@ -1,6 +1,10 @@
 """Operations of a script that lose what they are given, and what listening to them leaves as it was."""
 
 import contextlib
+import multiprocessing
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,8 +18,16 @@ import plimsoll as pl
 from plimsoll.diagnosis import Finding
 from plimsoll.diagnosis.view import View
 from plimsoll.report.verdicts.verdict_sentence import verdict
+from plimsoll.watch.steps.wiring import operations
 from tests.support.cases import each
 from tests.support.diagnosis.trainings import watched
+
+
+@pytest.fixture(autouse=True)
+def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have compiled something."""
+    monkeypatch.setattr(operations, "has_compiler", lambda: False)
+
 
 Operation = Callable[[Tensor, Tensor], Tensor]  # takes what a layer puts out, and its input
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -209,3 +221,69 @@ def test_an_error_while_it_listens_leaves_no_mode(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         train()
     assert not _get_current_function_mode_stack()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, under any mode
+def test_a_function_whose_first_compilation_comes_while_it_listens(tmp_path: Path) -> None:
+    def losses(run: Path | None) -> list[float]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        function = torch.compile(lambda h, x: ((h - x) ** 2).mean(), fullgraph=True, backend="aot_eager")
+        values: list[float] = []
+        with contextlib.nullcontext() if run is None else pl.watch(model, optimizer, run=run, quiet=True):
+            for step in range(4):
+                x = torch.randn(32, 8)
+                loss = model(x).square().mean() if step == 0 else function(model(x), x)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                values.append(float(loss.detach()))
+        return values
+
+    bare = losses(None)
+    torch.compiler.reset()
+    assert losses(tmp_path / "run") == bare
+
+
+SCRIPT = """
+import sys, torch, plimsoll as pl
+from torch import nn
+if len(sys.argv) > 2:
+    torch.compile(torch.neg, backend="eager")
+model = nn.Linear(8, 8)
+optimizer = torch.optim.Adam(model.parameters())
+with pl.watch(model, optimizer, run=sys.argv[1], quiet=True):
+    for _ in range(10):
+        optimizer.zero_grad()
+        ((300 + model(torch.randn(32, 8))).half() ** 2).clamp(max=1).float().mean().backward()
+        optimizer.step()
+print([finding.evidence.get("place") for finding in pl.diagnose(sys.argv[1])])
+"""
+
+
+def test_a_script_is_listened_to_unless_it_compiles(tmp_path: Path) -> None:
+    """Torch would compile a second time, without ours."""
+    (tmp_path / "train.py").write_text(SCRIPT)
+    for arguments, said in ((["one"], True), (["two", "compiled"], False)):
+        script = [sys.executable, "train.py", *arguments]
+        done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True)
+        assert ("'train.py:11'" in done.stdout) is said
+
+
+def load(_: int) -> int:
+    return len(_get_current_function_mode_stack())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_workers_that_are_forked_while_it_listens_do_not(tmp_path: Path) -> None:
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with pl.watch(model, optimizer, run=tmp_path / "run", quiet=True):
+        for step in range(3):
+            if step == 1:
+                assert len(_get_current_function_mode_stack()) == 1
+                with multiprocessing.get_context("fork").Pool(1) as pool:
+                    assert pool.map(load, [0]) == [0]
+            model(torch.randn(32, 8)).square().mean().backward()
+            optimizer.step()

@@ -209,6 +209,10 @@ FAULTS = [
     fault("routes flip",
           make_story(decisions=lambda step: flips(0.3 if step >= 100 else 0.02)), "decision-flips", "warning",
           "blocks.1.router", first=100, last=100),
+    fault("a difference of nearly equal numbers",
+          make_story(events=(wired("operation inexact", 7, kind="difference", place="train.py:41", text="a - b",
+                                   formats="bf16", share=0.98, since=1, modules=["blocks.1"]),)),
+          "operation-inexact", "warning", "blocks.1", first=1),
     # -- casts to FP8
     fault("a cast saturates since 100", eight(activation_std=of_layer(B, since(100, constant(600.0), ONE), ONE)),
           "cast-saturates", "alarm", f"{B}:output", first=100, last=100),
@@ -496,6 +500,7 @@ WORDS: Mapping[str, str] = {
     "error-above-signal": r"gradients of .* have been mostly rounding error|the rounding error of .* has grown",
     "biased-rounding": r"rounding has pulled the .* toward zero",
     "clustered-block": r"\d+ % of the weights of .* have shared the last bin",
+    "operation-inexact": r"train\.py:41 computes a difference that is rounding",
     "decision-flips": r"rounding has changed up to \d+ % of the decisions of",
     "saturated-fp8": r"\d+ % of the activations .* FP8's top binade",
     "cast-saturates": r"up to [\d.]+ % of the .* have been beyond E\dM\d",

@@ -406,7 +406,7 @@ class OperationInexact(Rule):
     items = {"place": EvidenceItem("Line"), "share": EvidenceItem("Values lost", "share")}
 
     lines: float = threshold(
-        1, "a line is recorded only if it loses in two steps that were looked at, or in the only one"
+        1, "a line is recorded if it loses in two of the steps that are looked at, or in the only one"
     )
 
     def findings(self, view: View) -> Iterator[Finding]:

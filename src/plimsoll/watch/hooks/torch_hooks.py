@@ -541,6 +541,11 @@ def has_compiled() -> bool:
     return module is not None and bool(getattr(module, "FRAME_COUNTER", 1))
 
 
+def has_compiler() -> bool:
+    """Return True if torch.compile was called in this process: it has compiled something, or soon will."""
+    return "torch._inductor.compiler_bisector" in sys.modules or has_compiled()
+
+
 # -- `torch.func` transforms -------------------------------------------------------------------------------------------
 
 # Inside `vmap`, `grad`, `vjp`, `jvp` and what is made of them every tensor is a wrapper of the transform, without data

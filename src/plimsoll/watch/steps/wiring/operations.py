@@ -12,8 +12,10 @@ nothing in what torch computes, but for the fast path of attention in evaluation
 """
 
 import math
+import os
 import sys
 import threading
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -30,7 +32,7 @@ from plimsoll.kernels.dtypes import FLOATING, FORMATS, SIXTEEN_BIT
 from plimsoll.kernels.operators.checks import is_transformed
 from plimsoll.tracing.call_site import Place, look, owner_of
 from plimsoll.watch.hooks.autograd_graph import backward_running
-from plimsoll.watch.hooks.torch_hooks import has_compiled
+from plimsoll.watch.hooks.torch_hooks import has_compiler
 from plimsoll.watch.names import clean
 from plimsoll.watch.session import contained
 from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training, TrainingCheck
@@ -114,7 +116,7 @@ class Operations(TrainingCheck):
         if self._mode is not None or self._begun == len(_AFTER) or followed.steps < _AFTER[self._begun]:
             return
         self._begun += 1
-        if _only_devices() and not has_compiled():  # another mode, or a compiled function, would notice
+        if _only_devices() and not has_compiler():  # another mode, or a compiled function, would notice
             self._mode, self._optimizer = _Listening(self), followed
             self._mode.start()
 
@@ -210,6 +212,7 @@ class _Listening(TorchFunctionMode):
         """Listen from now on."""
         self.__enter__()
         self._is_on = True
+        _modes.add(self)
         self._handle = nn.modules.module.register_module_forward_pre_hook(self._before_module)
 
     def stop(self) -> bool:
@@ -231,6 +234,8 @@ class _Listening(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         keywords: dict[str, Any] = kwargs or {}
+        if torch.compiler.is_compiling():  # the first torch.compile of the script came while this listens
+            return func(*args, **keywords)
         result = func(*args, **keywords)
         name: str = getattr(func, "__name__", "")
         kinds = _BY_FUNCTION.get(name[2:-2] if name.startswith("__") and name.endswith("__") else name, ())
@@ -241,6 +246,18 @@ class _Listening(TorchFunctionMode):
                     self._check.look_at(kind, func, args, keywords, result)
         return result
 
+
+_modes: "weakref.WeakSet[_Listening]" = weakref.WeakSet()
+
+
+# Workers that load data are often forked in such a step. None of them goes on to listen.
+def _after_fork() -> None:
+    for mode in list(_modes):
+        mode.stop()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 _WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
@@ -256,8 +273,6 @@ def _is_of_script(result: Tensor) -> bool:
     if result.numel() < _FEWEST or result.layout != torch.strided or result.is_meta or result.is_inference():
         return False
     if not torch.is_grad_enabled() or backward_running() != -1 or is_transformed() or is_capturing():
-        return False
-    if torch.compiler.is_compiling():
         return False
     frame: FrameType | None = cast("Any", sys)._getframe(2)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN) and _owner(frame) == "torch":
