@@ -15,8 +15,8 @@ import plimsoll as pl
 from plimsoll.diagnosis import View, plan
 from plimsoll.diagnosis.planning.budgeted_choice import Option, cheapest
 from plimsoll.diagnosis.planning.format_choice import Judge, Verdict
-from plimsoll.diagnosis.planning.frontier import frontier
 from plimsoll.diagnosis.planning.loss_forecast import Consequence, Forecast
+from plimsoll.diagnosis.planning.make_plan import frontier
 from plimsoll.diagnosis.planning.modules import modules_of
 from plimsoll.errors import ArgumentError, FormatError, NotRecordedError
 from plimsoll.formats import Plan, get

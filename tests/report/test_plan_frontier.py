@@ -7,7 +7,7 @@ import pytest
 
 from plimsoll import report
 from plimsoll.diagnosis import View, plan
-from plimsoll.diagnosis.planning.frontier import frontier
+from plimsoll.diagnosis.planning.make_plan import frontier
 from plimsoll.errors import ArgumentError
 from plimsoll.report.figure_declaration import DECLARED
 from plimsoll.runs import Run

@@ -1,4 +1,4 @@
-"""`plan`: format and scales of each module for a target, with reasons, from a run."""
+"""`plan`: format and scales of each module for a target, with reasons. `frontier`: the least cost at each loss."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -9,7 +9,7 @@ import numpy as np
 
 from plimsoll import checks
 from plimsoll.diagnosis.finding import grouped
-from plimsoll.diagnosis.planning.budgeted_choice import Option, cheapest, options, share_of_bf16
+from plimsoll.diagnosis.planning.budgeted_choice import Option, cheapest, cost_of, options, share_of_bf16
 from plimsoll.diagnosis.planning.format_choice import Judge, Verdict, outward
 from plimsoll.diagnosis.planning.loss_forecast import SPREAD, Consequence, Forecast
 from plimsoll.diagnosis.planning.modules import Module, computes, modules_of, named
@@ -18,12 +18,15 @@ from plimsoll.diagnosis.view import View, view_of
 from plimsoll.errors import ArgumentError, NotRecordedError
 from plimsoll.formats import BF16, ROLES, Plan, Role, catalogue, get
 from plimsoll.formats.cost_table import CostTable, cost_table
+from plimsoll.intervals import Interval
 from plimsoll.runs import Run
 from plimsoll.text import percent
 
 # -- reasons for a module's format, and remarks on a whole plan --------------------------------------------------------
 
 _NAMED = 3  # groups of modules that never computed
+_BUDGETS = 16  # of the frontier
+_LEAST = 1e-6  # of the largest increase: smaller budgets need FP32 everywhere
 _ENOUGH = 100  # binades: of tensors that were zero throughout
 Losses = Mapping[str, tuple[float, float, float]]
 
@@ -204,6 +207,37 @@ def plan(
     chosen = [_with_scales(judge, choice, scales, fallback.lower()) for choice in chosen]
     made = _made(view, judge, chosen, scales, target.lower(), idle)
     return _with_consequences(made, judge, forecast, chosen, scales, table, budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """A plan of least cost: cost over BF16's, and predicted increase over the loss."""
+
+    cost: float
+    increase: Interval
+
+
+def frontier(
+    view: View,
+    target: str,
+    *,
+    costs: "str | os.PathLike[str] | Mapping[str, Any]" = "bytes",
+) -> list[Point]:
+    """Return plans of least cost at rising budgets; none if nothing can be predicted. Arguments as for `plan`."""
+    check_target(target)
+    table, judge = cost_table(costs), Judge(view, tolerance=0.01, margin=None)
+    modules = [module for module in modules_of(view) if computes(view, module)]
+    forecast = Forecast(view, judge, modules)
+    whole = sum(cost_of(judge, table, module, BF16.name, BF16.name) for module in modules)
+    if not forecast.possible or not whole:
+        return []
+    offers = [options(judge, forecast, table, module, pairs_of(target.lower()), "bf16") for module in modules]
+    most = sum(max(option.increase for option in each) for each in offers)
+    if not most > 0:
+        return []
+    plans = [cheapest(offers, budget) for budget in np.geomspace(most * _LEAST, most * 1.001, _BUDGETS).tolist()]
+    sums = {(sum(o.cost for o in each), sum(o.increase for o in each)) for each in plans if each is not None}
+    return [Point(cost=cost / whole, increase=forecast.interval(increase)) for cost, increase in sorted(sums)]
 
 
 def pairs_of(target: str) -> list[tuple[str, str]]:

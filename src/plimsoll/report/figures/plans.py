@@ -8,7 +8,7 @@ import numpy as np
 from plimsoll.checks import one_of
 from plimsoll.diagnosis import View
 from plimsoll.diagnosis.planning.check import check_plan
-from plimsoll.diagnosis.planning.frontier import frontier
+from plimsoll.diagnosis.planning.make_plan import frontier
 from plimsoll.diagnosis.view import Source, view_of
 from plimsoll.errors import ArgumentError
 from plimsoll.formats import ROLES, Plan
