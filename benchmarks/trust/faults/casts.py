@@ -113,7 +113,6 @@ class SquaresNorm(nn.Module):
     r"|(round|error|precision|digits|activation-growth|kurtosis|overflow)[^>]*\bnorm\b",
     misleading="dead-layer|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def cancelled(run: Training, *, sound: bool = False) -> None:
     """A norm takes E[x2] - E[x]2 in BF16 of values near 30: the difference of two numbers near 900 is rounding."""
@@ -190,7 +189,6 @@ class Angles(nn.Module):
     r"|(round|codes|distinct|digits|precision).*\b(angles?|positions?|rotary)\b",
     misleading=f"dead-layer|{NOT_LEARNING}",
     precision="bf16",
-    held_back=True,
 )
 def rotary(run: Training, *, sound: bool = False) -> None:
     """Rotary angles of positions beyond 1,000 are computed in BF16: neighbours are turned by the same angle."""

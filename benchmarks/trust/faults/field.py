@@ -86,7 +86,6 @@ class Detector(nn.Module):
     r"|overflow[^>]*(forward|activations?|products?)\b",
     misleading=f"{SIDE}|learning rate|swallow|in no optimizer|underflow",
     precision="fp16",
-    held_back=True,
 )
 def boxes(run: Training, *, sound: bool = False) -> None:
     """Areas of boxes are computed in FP16 by hand: beyond 256 by 256 pixels they are infinite."""

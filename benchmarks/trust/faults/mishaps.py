@@ -278,7 +278,6 @@ class Kernels(nn.Module):
     named=f"cancel|{either('distances?', f'{FEW}|negative|zeros?|precision')}",
     misleading=f"{SIDE}|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def far_from_zero(run: Training, *, sound: bool = False) -> None:
     """Distances are lengths minus products, which autocast rounds to BF16: they lie 8 apart, the distances below 8."""

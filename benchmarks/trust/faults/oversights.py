@@ -81,7 +81,6 @@ class Clock(nn.Module):
     "timestamps-in-fp32",
     named=either("clock|inputs?|seconds|timestamps?", FEW),
     misleading=f"{SIDE}|learning rate",
-    held_back=True,
 )
 def timestamps(run: Training, *, sound: bool = False) -> None:
     """Seconds since 1970 are made FP32 numbers, which lie 128 apart there: the place in the minute is lost."""
@@ -490,7 +489,6 @@ class Slope(nn.Module):
     named="cancel|finite difference|" + either(r"slope(?!\.)", f"{FEW}|zeros?"),
     misleading=f"{SIDE}|learning rate",
     precision="bf16",
-    held_back=True,
 )
 def differences(run: Training, *, sound: bool = False) -> None:
     """A differential equation's slope is a difference of BF16 values at neighbouring points, which is 0 or rounding."""

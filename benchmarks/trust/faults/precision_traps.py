@@ -435,7 +435,6 @@ class Policy(nn.Module):
     + r"|ratio[^>]*(far from 1|away from 1)",
     misleading=rf"{SIDE}|swallow|loss scale",
     precision="bf16",
-    held_back=True,
 )
 def drawn(run: Training, *, sound: bool = False) -> None:
     """PPO keeps log-likelihoods of texts, near -260, in BF16, whose numbers lie 2 apart there: all ratios are wrong."""
@@ -572,7 +571,6 @@ def tails(run: Training, *, sound: bool = False) -> None:
     named=r"(gradients?|sums?|ranks?|codes)\b[^>]*(wrap|overflow|\bsigns?\b|int8|8-bit|quanti|\bcodes|distinct)"
     r"|(wrap|int8|8-bit|quanti)[^>]*gradients?",
     misleading=rf"{SIDE}|swallow|loss scale|raise the (learning )?rate",
-    held_back=True,
 )
 def added_up(run: Training, *, sound: bool = False) -> None:
     """Gradients of eight ranks are sent as codes up to 127 and added up in INT8: where they agree, the sum wraps."""
