@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import weakref
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -71,12 +71,12 @@ class _Kind(NamedTuple):
 
 
 class _Site(NamedTuple):
-    """An operation of the script."""
+    """An operation of the script: a place in its code, and what may be lost there."""
 
     file: str
     line: int
+    instruction: int  # of the function: a line may hold several operations
     kind: str
-    formats: str  # of what goes in: a line may hold several such operations
 
 
 @dataclass(slots=True)
@@ -85,15 +85,15 @@ class _Seen:
 
     Attributes:
         place: Its place.
-        calls: In the present step.
-        looks: Likewise, at some of the calls.
+        formats: The dtypes of what goes in.
+        looks: In the present step.
         shares: Of values that were lost, for each step that shows it.
         lost: The numbers of those steps that had too many of them.
         is_said: True once it was recorded.
     """
 
     place: Place
-    calls: int = 0
+    formats: str
     looks: list[DeviceValue] = field(default_factory=list[DeviceValue])
     shares: list[float] = field(default_factory=list[float])
     lost: list[int] = field(default_factory=list[int])
@@ -133,20 +133,16 @@ class Operations(TrainingCheck):
         self._judge(at_end=True)
 
     @contained
-    def look_at(self, kind: str, func: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor) -> None:
-        """Look at one operation that has returned."""
-        place = look()
-        if place.file is None:
-            return
-        site = _Site(place.file, place.line, kind, _formats(arguments, result))
-        seen = self._seen.setdefault(site, _Seen(place))
-        seen.calls += 1
-        if seen.calls > _ALL and seen.calls & (seen.calls - 1):  # of a line in a loop: then calls 8, 16, 32 ...
-            return
+    def look_at(
+        self, site: _Site, func: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor
+    ) -> None:
+        """Look at an operation that has returned."""
         with torch.no_grad(), as_written(result.device.type):
-            counted = _KINDS[kind].look(func, arguments, keywords, result)
+            counted = _KINDS[site.kind].look(func, arguments, keywords, result)
         if counted is not None:
-            seen.looks.append(DeviceValue(counted))
+            if site not in self._seen:
+                self._seen[site] = _Seen(look(), _formats(arguments, result))
+            self._seen[site].looks.append(DeviceValue(counted))
 
     # If the script has entered a mode since and is still in it, ours waits for the end of that one, and does nothing.
     def _stop(self) -> None:
@@ -160,11 +156,10 @@ class Operations(TrainingCheck):
         now = [(site, seen, seen.looks) for site, seen in self._seen.items() if seen.looks]
         everything = list(self._seen.items())
         for _, seen in everything:
-            seen.calls, seen.looks = 0, []
+            seen.looks = []
         model = self.training.model()
         modules = cast("Iterable[tuple[str, nn.Module]]", () if model is None else model.named_modules())
         names = {id(module): clean(name) or "model" for name, module in modules}
-
         step = self.session.step
 
         def read() -> list[Fact]:
@@ -192,7 +187,7 @@ def _fact(site: _Site, seen: _Seen, names: Mapping[int, str]) -> Fact:
     module = None if place.module is None else names.get(id(place.module))
     message = f"{place.shown} loses what it is given: {site.kind}"
     return Fact("operation inexact", message, {
-        "kind": site.kind, "place": place.shown, "text": place.text, "formats": site.formats,
+        "kind": site.kind, "place": place.shown, "text": place.text, "formats": seen.formats,
         "share": max(seen.shares), "since": seen.lost[0], "modules": [] if module is None else [module],
     })  # fmt: skip
 
@@ -204,6 +199,7 @@ class _Listening(TorchFunctionMode):
         super().__init__()
         self._check: Operations | None = check
         self._looks = _MOST_LOOKS
+        self._calls: Counter[_Site] = Counter()
         self._thread = threading.get_ident()
         self._is_on = False
         self._handle: Any = None
@@ -239,12 +235,22 @@ class _Listening(TorchFunctionMode):
         result = func(*args, **keywords)
         name: str = getattr(func, "__name__", "")
         kinds = _BY_FUNCTION.get(name[2:-2] if name.startswith("__") and name.endswith("__") else name, ())
-        if kinds and self._check is not None and self._looks and type(result) in _PLAIN and _is_of_script(result):
+        is_plain = kinds and self._check is not None and type(result) in _PLAIN and _can_be_read(result)
+        frame = _frame_of_script() if is_plain else None
+        if frame is not None and self._check is not None:
             for kind in kinds:
-                if result.dtype in _KINDS[kind].results:
-                    self._looks -= 1
-                    self._check.look_at(kind, func, args, keywords, result)
+                site = _Site(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, kind)
+                if result.dtype in _KINDS[kind].results and self._is_due(site):
+                    self._check.look_at(site, func, args, keywords, result)
         return result
+
+    def _is_due(self, site: _Site) -> bool:
+        """Return True at the first calls of an operation in a loop, and at calls 8, 16, 32 and so on."""
+        self._calls[site] += 1
+        calls = self._calls[site]
+        is_due = self._looks > 0 and (calls <= _ALL or not calls & (calls - 1))
+        self._looks -= is_due
+        return is_due
 
 
 _modes: "weakref.WeakSet[_Listening]" = weakref.WeakSet()
@@ -268,16 +274,19 @@ def _only_devices() -> bool:
     return all(isinstance(mode, DeviceContext) for mode in stack)
 
 
-def _is_of_script(result: Tensor) -> bool:
-    """Return True for a result of enough values that the script has computed outside of backwards and transforms."""
+def _can_be_read(result: Tensor) -> bool:
+    """Return True for a result of enough values in plain memory, outside of backwards, transforms and `no_grad`."""
     if result.numel() < _FEWEST or result.layout != torch.strided or result.is_meta or result.is_inference():
         return False
-    if not torch.is_grad_enabled() or backward_running() != -1 or is_transformed() or is_capturing():
-        return False
+    return torch.is_grad_enabled() and backward_running() == -1 and not is_transformed() and not is_capturing()
+
+
+def _frame_of_script() -> FrameType | None:
+    """Return the frame that calls the present function of torch; None if it is not the script's."""
     frame: FrameType | None = cast("Any", sys)._getframe(2)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN) and _owner(frame) == "torch":
         frame = frame.f_back
-    return frame is not None and _owner(frame) == "user"
+    return frame if frame is not None and _owner(frame) == "user" else None
 
 
 def _owner(frame: FrameType) -> str:
