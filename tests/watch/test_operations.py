@@ -32,6 +32,8 @@ def not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 Operation = Callable[[Tensor, Tensor], Tensor]  # takes what a layer puts out, and its input
 BF16, FP16 = torch.bfloat16, torch.float16
 TIMES = 1_700_000_000 + torch.arange(256).reshape(32, 8)  # seconds
+BYTES = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
+WEIGHT = nn.Parameter(torch.linspace(1, 2, 256).reshape(32, 8))
 PLACES = torch.arange(32 * 64).reshape(32, 64)
 
 
@@ -69,23 +71,40 @@ def rounded(x: Tensor) -> Tensor:
 LOSSY: dict[str, tuple[str, Operation]] = {
     "two BF16 numbers near 100": ("a difference", lambda h, x: (100 + h / 4).to(BF16) - (100 + x / 4).to(BF16)),
     "one of them in FP32": ("a difference", lambda h, x: (100 + h / 4) - (100 + x / 4).to(BF16)),
-    "one that was rounded before": ("a difference", lambda h, x: (100 + 8 * x + h / 2) - rounded(100 + 8 * x)),
+    "one that was rounded before": ("a difference", lambda h, x: (100 + h / 4) - rounded(100 + x / 4)),
     "two FP16 numbers": ("a difference", lambda h, x: torch.sub((100 + h / 40).half(), (100 + x / 40).half())),
     "an area in FP16": ("infinite", lambda h, x: (300 + h).half() * (300 + x).half()),
     "a sum in FP16": ("infinite", lambda h, x: (2e4 + h).half().sum(dim=1, keepdim=True).expand(32, 8)),
     "squares of small numbers": ("zeros", lambda h, _: (1e-4 * h).half().square()),
     "products of small numbers": ("zeros", lambda h, x: (1e-4 * h).half() * (1e-4 * x).half()),
     "sines of places in BF16": ("sines", lambda h, _: torch.sin(PLACES.to(BF16))),
-    "sines of places that were rounded": ("sines", lambda h, _: rounded(PLACES.float() * 0.7).sin()),
+    "sines of places that were rounded": ("sines", lambda h, _: (PLACES * 0.7).to(BF16).float().sin()),
     "angles of times": ("sines", lambda h, _: torch.polar(torch.ones(32, 8), TIMES.float()).real),
     "the minute of a time": ("remainders", lambda h, _: TIMES.float() % 60),
     "a sum of codes": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).to(torch.int8).sum(1, dtype=torch.int8)),
-    "pixels less their middle": ("wrap", lambda h, x: (x.abs() * 90).clamp(max=255).byte() - 128),
+    "codes that are added": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).char() + torch.tensor(100).char()),
     "codes that are not clamped": ("8 bits", lambda h, x: (100 * x).round().to(torch.int8)),
 }
 SOUND: dict[str, Operation] = {
     "numbers in FP32": lambda h, x: (100 + h / 4) - (100 + x / 4),
     "BF16 numbers that differ": lambda h, x: h.to(BF16) - x.to(BF16),
+    "probabilities less one-hot targets": lambda h, x: h.to(BF16).softmax(1) / 999 - (x > 1).to(BF16),
+    "targets on a grid": lambda h, x: (20 + 0.1 * h) - (40 + x).round() / 2,
+    "a path less its next point": lambda h, x: torch.linspace(0, 1, 257)[1:] - torch.linspace(0, 1, 257)[:-1],
+    "scores less their own": lambda h, x: (
+        h.to(BF16).float().logsumexp(1, keepdim=True).expand(32, 8) - h.to(BF16).float()
+    ),
+    "weights less those of before": lambda h, x: WEIGHT - WEIGHT.detach().to(BF16),
+    "low halves": lambda h, x: x - (x.view(torch.int32) & -65536).view(torch.float32).to(BF16),
+    "an error to feed back": lambda h, x: x - (x * (1 + torch.rand(32, 8) / 256)).to(BF16),
+    "the nearest code, straight through": lambda h, x: (
+        h.to(BF16) + ((h.to(BF16) * 64).round() / 64 - h.to(BF16)).detach()
+    ),
+    "multiples of eight": lambda h, x: (8.0 * PLACES).sin(),
+    "the larger less the smaller byte": lambda h, x: BYTES - BYTES.flip(0),
+    "a hash": lambda h, x: BYTES * 31 + BYTES.flip(0),
+    "a kernel that ends": lambda h, x: 1 / (1 + torch.where(PLACES == 9, 300.0, 2.0).half() ** 2),
+    "a table of powers": lambda h, x: torch.full((64,), 0.8, dtype=FP16) ** torch.arange(80, 144),
     "the same BF16 numbers": lambda h, x: (100 + h).to(BF16) - (100 + h.detach()).to(BF16),
     "a number less its rounding": lambda h, x: (100 + h) - (100 + h).to(BF16),
     "through a rounding": lambda h, x: h + (rounded(h) - h).detach(),

@@ -47,25 +47,45 @@ _MOST_AGAIN = 1 << 22
 _FEWEST = 16  # values without which nothing is judged
 _SOME = 1 / 64  # of the differences are not zero
 _NEAR = 4  # distances between neighbours: half of the differences that are not zero are no larger
-_ROUNDED = 0.95  # of the large values lie on the grid of BF16: they were rounded to it
-_COARSE = 256  # where neighbours in BF16 are 2 apart
 _APART = 2.0  # radians between neighbours
 _FP16_NORMAL = 2.0**-14  # where all results are smaller, what became zero does not only look small beside them
-_BYTES = (torch.int8, torch.uint8)
-_NARROW_INTEGERS = (*_BYTES, torch.int16)
 _BETWEEN = ("overrides.py", "_tensor.py", "functional.py")  # files of torch between its function and who calls it
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
+_WIDENING = ("float", "to", "type", "type_as")
 
 _Arguments = tuple[Any, ...]
-# Two numbers of a look: values that are lost, and values that are judged.
-_Count = Callable[[Any, _Arguments, Mapping[str, Any], Tensor], Tensor | None]
+
+
+class _Call(NamedTuple):
+    """An operation that has returned.
+
+    Attributes:
+        func: The function of torch.
+        arguments: Those by place.
+        keywords: Those by name.
+        result: What it has returned.
+        formats: The dtype of each argument that is a tensor: the narrow one, of a number that was widened before.
+    """
+
+    func: Any
+    arguments: _Arguments
+    keywords: Mapping[str, Any]
+    result: Tensor
+    formats: list[torch.dtype]
 
 
 class _Kind(NamedTuple):
-    """One way in which an operation loses what it is given: from this share and number of its values on."""
+    """One way in which an operation loses what it is given: from this share and number of its values on.
 
-    look: _Count
-    results: tuple[torch.dtype, ...]  # dtypes
+    Attributes:
+        look: Returns two numbers: values that are lost, and values that are judged. None: it does not apply.
+        results: Dtypes of results.
+        share: Of the values that are judged.
+        least: Number of them.
+    """
+
+    look: Callable[[_Call], Tensor | None]
+    results: tuple[torch.dtype, ...]
     share: float
     least: int
 
@@ -133,16 +153,20 @@ class Operations(TrainingCheck):
         self._judge(at_end=True)
 
     @contained
-    def look_at(
-        self, site: _Site, func: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor
-    ) -> None:
+    def look_at(self, site: _Site, call: _Call) -> None:
         """Look at an operation that has returned."""
-        with torch.no_grad(), as_written(result.device.type):
-            counted = _KINDS[site.kind].look(func, arguments, keywords, result)
+        with torch.no_grad(), as_written(call.result.device.type):
+            counted = _KINDS[site.kind].look(call)
         if counted is not None:
             if site not in self._seen:
-                self._seen[site] = _Seen(look(), _formats(arguments, result))
+                names = [FORMATS[x].name if x in FORMATS else str(x).removeprefix("torch.") for x in call.formats]
+                self._seen[site] = _Seen(look(), " and ".join(dict.fromkeys(names)))
             self._seen[site].looks.append(DeviceValue(counted))
+
+    def forget(self, site: _Site) -> None:
+        """Forget the last look at an operation."""
+        if site in self._seen and self._seen[site].looks:
+            self._seen[site].looks.pop()
 
     # If the script has entered a mode since and is still in it, ours waits for the end of that one, and does nothing.
     def _stop(self) -> None:
@@ -200,6 +224,8 @@ class _Listening(TorchFunctionMode):
         self._check: Operations | None = check
         self._looks = _MOST_LOOKS
         self._calls: Counter[_Site] = Counter()
+        self._widened: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # by identity: what came from 16 bits
+        self._last: tuple[weakref.ref[Tensor], _Site] | None = None  # the result that was looked at last
         self._thread = threading.get_ident()
         self._is_on = False
         self._handle: Any = None
@@ -234,15 +260,36 @@ class _Listening(TorchFunctionMode):
             return func(*args, **keywords)
         result = func(*args, **keywords)
         name: str = getattr(func, "__name__", "")
-        kinds = _BY_FUNCTION.get(name[2:-2] if name.startswith("__") and name.endswith("__") else name, ())
-        is_plain = kinds and self._check is not None and type(result) in _PLAIN and _can_be_read(result)
-        frame = _frame_of_script() if is_plain else None
-        if frame is not None and self._check is not None:
-            for kind in kinds:
-                site = _Site(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, kind)
-                if result.dtype in _KINDS[kind].results and self._is_due(site):
-                    self._check.look_at(site, func, args, keywords, result)
+        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+        check, last = self._check, self._last
+        if check is None or type(result) not in _PLAIN:
+            return result
+        if (
+            name == "detach" and last is not None and args[0] is last[0]()
+        ):  # x + (rounded - x).detach(): straight through
+            check.forget(last[1])
+        elif name in _WIDENING and isinstance(args[0], Tensor) and args[0].dtype in SIXTEEN_BIT:
+            self._widened[id(result)] = weakref.ref(result), args[0].dtype
+        elif name in _BY_FUNCTION and _can_be_read(result):
+            self._look(
+                name, _Call(func, args, keywords, result, [self._format(x) for x in args if isinstance(x, Tensor)])
+            )
         return result
+
+    def _look(self, name: str, call: _Call) -> None:
+        frame = _frame_of_script()
+        if frame is None or self._check is None:
+            return
+        for kind in _BY_FUNCTION[name]:
+            site = _Site(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, kind)
+            if call.result.dtype in _KINDS[kind].results and self._is_due(site):
+                self._check.look_at(site, call)
+                self._last = weakref.ref(call.result), site
+
+    def _format(self, x: Tensor) -> torch.dtype:
+        """Return a tensor's dtype, or the narrow one that it was widened from."""
+        ref, dtype = self._widened.get(id(x), (None, x.dtype))
+        return dtype if ref is not None and ref() is x and x.dtype == torch.float32 else x.dtype
 
     def _is_due(self, site: _Site) -> bool:
         """Return True at the first calls of an operation in a loop, and at calls 8, 16, 32 and so on."""
@@ -283,7 +330,7 @@ def _can_be_read(result: Tensor) -> bool:
 
 def _frame_of_script() -> FrameType | None:
     """Return the frame that calls the present function of torch; None if it is not the script's."""
-    frame: FrameType | None = cast("Any", sys)._getframe(2)  # noqa: SLF001
+    frame: FrameType | None = cast("Any", sys)._getframe(3)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN) and _owner(frame) == "torch":
         frame = frame.f_back
     return frame if frame is not None and _owner(frame) == "user" else None
@@ -291,12 +338,6 @@ def _frame_of_script() -> FrameType | None:
 
 def _owner(frame: FrameType) -> str:
     return owner_of(frame.f_code.co_filename)
-
-
-def _formats(arguments: _Arguments, result: Tensor) -> str:
-    """Return the dtypes of what goes in."""
-    given = [x.dtype for x in arguments if isinstance(x, Tensor)] or [result.dtype]
-    return " and ".join(dict.fromkeys(FORMATS[x].name if x in FORMATS else str(x)[6:] for x in given))
 
 
 # -- what shows that an operation loses --------------------------------------------------------------------------------
@@ -312,11 +353,12 @@ def _some(*tensors: Tensor) -> list[Tensor]:
     return [x.detach()[tuple(slice(None, None, step) for step in steps)] for x in tensors]
 
 
-def _operands(arguments: _Arguments, result: Tensor) -> list[Tensor]:
+def _operands(call: _Call) -> list[Tensor]:
     """Return values of two operands and of the result at the same places; none unless there are two."""
+    arguments, result = call.arguments, call.result
     given = [
         x if isinstance(x, Tensor) else torch.full((), x, device=result.device)
-        for x in arguments
+        for x in (arguments * 2 if len(arguments) == 1 else arguments)  # of a square
         if isinstance(x, Tensor | int | float)
     ]
     if len(given) != 2 or any(type(x) not in _PLAIN or (x.device != result.device and x.dim()) for x in given):
@@ -325,10 +367,10 @@ def _operands(arguments: _Arguments, result: Tensor) -> list[Tensor]:
 
 
 def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance between neighbours in a floating dtype, at each value."""
+    """Return the distance between neighbours in a floating dtype, at each value; 0 at zero, which is no rounding."""
     info = torch.finfo(dtype)
     spacing = torch.ldexp(torch.full_like(x, info.eps), x.frexp().exponent - 1)
-    return spacing.clamp(min=info.smallest_normal * info.eps)
+    return spacing.clamp(min=info.smallest_normal * info.eps) * (x != 0)
 
 
 def _counted(lost: Tensor, judged: Tensor | int) -> Tensor:
@@ -338,111 +380,94 @@ def _counted(lost: Tensor, judged: Tensor | int) -> Tensor:
 
 # Whole numbers that a format holds in full are no roundings. Where nearly all differences are zero nothing is known: in
 # its first epoch a policy is still the one that drew. Nor are zeros roundings beside large differences: most values may
-# be within bounds. A number less its own rounding is taken on purpose, as the low half of a sum or to feed back an
-# error: that is never more than half of the distance.
-def _differences(_: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
-    dtypes = [x.dtype for x in arguments if isinstance(x, Tensor)]
-    if keywords or len(dtypes) != 2 or not all(dtype in FLOATING for dtype in dtypes):
+# be within bounds. Of FP32 numbers less 16-bit ones only those with a gradient count, and what is more than half of the
+# distance: the others are roundings that a script takes on purpose, as the low half of a sum or to feed back an error.
+def _differences(call: _Call) -> Tensor | None:
+    formats = call.formats
+    narrow = [dtype for dtype in formats if dtype in SIXTEEN_BIT]
+    is_mixed = len(narrow) < len(formats)
+    if call.keywords or len(formats) != 2 or not narrow or not all(dtype in FLOATING for dtype in formats):
         return None
-    found = [x.float() for x in _operands(arguments, result)[:2]]
+    if (is_mixed and not call.result.requires_grad) or any(isinstance(x, nn.Parameter) for x in call.arguments):
+        return None
+    found = [x.float() for x in _operands(call)[:2]]
     if not found:
         return None
-    spacings, narrow, exact = zip(*(_rounding(x, dtype) for x, dtype in zip(found, dtypes, strict=True)), strict=True)
-    spacing, size = torch.maximum(*spacings), torch.maximum(*(x.abs() for x in found))
-    difference = (found[0] - found[1]).abs()
-    clear = difference > torch.where(narrow[0] & narrow[1], 0.0, spacing / 2)
-    judged = (size > 0) & difference.isfinite() & (narrow[0] | narrow[1]) & ~(exact[0] & exact[1])
-    judged = judged & ((clear & judged).sum() >= _SOME * judged.sum())
-    is_near = (judged & (difference > 0) & (difference <= _NEAR * spacing)).sum() * 2 >= (
-        judged & (difference > 0)
-    ).sum()
+    spacing = torch.maximum(*(_spacing(x, dtype) for x, dtype in zip(found, formats, strict=True)))
+    size, difference = torch.maximum(*(x.abs() for x in found)), (found[0] - found[1]).abs()
+    held = 2 ** (1 + min(FORMATS[dtype].mantissa_bits for dtype in narrow))
+    is_exact = torch.stack([((x == x.round()) & (x.abs() <= held)).all() for x in found]).all()
+    judged = (size > 0) & difference.isfinite() & ~is_exact
+    clear = judged & (difference > (spacing / 2 if is_mixed else 0))
+    judged = judged & (clear.sum() >= _SOME * judged.sum())
+    differ = judged & (difference > 0)
+    is_near = (differ & (difference <= _NEAR * spacing)).sum() * 2 >= differ.sum()
     return _counted(judged & (difference <= spacing) & is_near, judged)
 
 
-def _rounding(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distance between neighbours, whether the format is narrow, and whether it holds these values in full.
-
-    FP32 values that all lie on the grid of BF16 were rounded to it.
-    """
-    narrow = torch.tensor(dtype in SIXTEEN_BIT, device=x.device)
-    spacing, grid = _spacing(x, dtype), dtype if dtype in SIXTEEN_BIT else torch.bfloat16
-    exact = ((x == x.round()) & (x.abs() <= 2 ** (FORMATS[grid].mantissa_bits + 1))).all()
-    if dtype == torch.float32:
-        ordered = x.flatten().sort().values
-        differ = (ordered[1:] != ordered[:-1]).sum() >= _FEWEST
-        narrow = differ & (x == x.bfloat16()).all() & ~exact
-        spacing = torch.where(narrow, _spacing(x, torch.bfloat16), spacing)
-    return spacing, narrow, exact
-
-
-def _overflows(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
-    tensors = [x.detach() for x in arguments if isinstance(x, Tensor)]
+def _overflows(call: _Call) -> Tensor | None:
+    tensors = [x.detach() for x in call.arguments if isinstance(x, Tensor)]
     largest = torch.finfo(torch.float16).max
-    beyond = any(isinstance(x, int | float) and abs(x) > largest for x in arguments)
+    beyond = any(isinstance(x, int | float) and abs(x) > largest for x in call.arguments)
     if not tensors or beyond or any(x.numel() > _MOST_AGAIN for x in tensors):
         return None
     is_finite = torch.stack([x.isfinite().all() for x in tensors]).all()
-    (values,) = _some(result)
+    (values,) = _some(call.result)
     return _counted(values.isposinf() & is_finite, values.numel())  # masks are of negative ones
 
 
-def _underflows(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
-    found = _operands(arguments * 2 if len(arguments) == 1 else arguments, result)
+def _underflows(call: _Call) -> Tensor | None:
+    found = _operands(call) if call.result.requires_grad else []  # else it may be the end of a table of powers
     if not found:
         return None
     judged = (found[0] != 0) & (found[1] != 0)
     return _counted(judged & (found[2] == 0) & (found[2].abs().amax() < _FP16_NORMAL), judged)
 
 
-def _angles(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], _result: Tensor) -> Tensor | None:
-    angle = arguments[-1] if arguments else None  # of `polar` the second argument
-    if not isinstance(angle, Tensor) or angle.dtype not in (torch.float32, *SIXTEEN_BIT):
+def _angles(call: _Call) -> Tensor | None:
+    angle = call.arguments[-1] if call.arguments else None  # of `polar` the second argument
+    if not isinstance(angle, Tensor) or call.formats[-1] not in (torch.float32, *SIXTEEN_BIT):
         return None
-    (x,) = _some(angle)
-    values = x.float()
-    spacing = _spacing(values, x.dtype)
-    if x.dtype == torch.float32:
-        is_large = values.abs() >= _COARSE
-        on_grid = is_large & (values == values.bfloat16())
-        were_rounded = on_grid.sum() >= _ROUNDED * is_large.sum()
-        spacing = torch.where(were_rounded, _spacing(values, torch.bfloat16), spacing)
-    return _counted((spacing >= _APART) & values.isfinite(), values.numel())
+    x = _some(angle)[0].float()
+    return _counted((_spacing(x, call.formats[-1]) >= _APART) & x.isfinite(), x.numel())
 
 
-def _remainders(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
-    found = _operands(arguments, result)
-    if not found or found[0].dtype not in (torch.float32, *SIXTEEN_BIT):
+def _remainders(call: _Call) -> Tensor | None:
+    found = _operands(call)
+    if not found or call.formats[0] not in (torch.float32, *SIXTEEN_BIT):
         return None
     x, by = found[0].float(), found[1].float()
-    return _counted((_spacing(x, found[0].dtype) >= by.abs() / 2) & (by != 0) & x.isfinite(), x.numel())
+    return _counted((_spacing(x, call.formats[0]) >= by.abs() / 2) & (by != 0) & x.isfinite(), x.numel())
 
 
-def _wraps(func: Any, arguments: _Arguments, keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
-    tensors = [x for x in arguments if isinstance(x, Tensor)]
+def _wraps(call: _Call) -> Tensor | None:
+    tensors = [x for x in call.arguments if isinstance(x, Tensor)]
     if any(x.is_floating_point() or x.numel() > _MOST_AGAIN for x in tensors):
         return None
-    kept = {name: value for name, value in keywords.items() if name not in ("dtype", "out")}
-    again = func(*(x.long() if isinstance(x, Tensor) else x for x in arguments), **kept)
-    return _counted(again != result, result.numel())
+    kept = {name: value for name, value in call.keywords.items() if name not in ("dtype", "out")}
+    again = call.func(*(x.long() if isinstance(x, Tensor) else x for x in call.arguments), **kept)
+    return _counted(again != call.result, call.result.numel())
 
 
-def _casts(_: Any, arguments: _Arguments, _keywords: Mapping[str, Any], result: Tensor) -> Tensor | None:
-    given = arguments[0]
+def _casts(call: _Call) -> Tensor | None:
+    given = call.arguments[0]
     if not isinstance(given, Tensor) or not given.is_floating_point():
         return None
-    (x,) = (x.float().trunc() for x in _some(given))
-    info = torch.iinfo(result.dtype)
+    x = _some(given)[0].float().trunc()
+    info = torch.iinfo(call.result.dtype)
     return _counted((x > info.max) | (x < info.min), x.numel())
 
 
+# Unsigned bytes and 16-bit integers wrap on purpose: in hashes, checksums, hues, and differences of which `where` takes
+# the right one. Those of 8 bits with a sign are codes.
 _KINDS = {
     "difference": _Kind(_differences, FLOATING, 0.5, 8),
-    "overflow": _Kind(_overflows, (torch.float16,), 0.0, 1),
+    "overflow": _Kind(_overflows, (torch.float16,), 0.02, 1),
     "underflow": _Kind(_underflows, (torch.float16,), 0.5, 8),
     "angle": _Kind(_angles, (*FLOATING, torch.complex64), 0.01, 8),
     "remainder": _Kind(_remainders, FLOATING, 0.5, 8),
-    "wrap": _Kind(_wraps, _NARROW_INTEGERS, 0.0, 1),
-    "cast": _Kind(_casts, _BYTES, 0.0, 1),
+    "wrap": _Kind(_wraps, (torch.int8,), 0.0, 1),
+    "cast": _Kind(_casts, (torch.int8, torch.uint8), 0.0, 1),
 }
 # By the functions' names, of operators without underscores. What is written in place has lost its operand.
 _FUNCTIONS = {
