@@ -380,15 +380,16 @@ def _counted(lost: Tensor, judged: Tensor | int) -> Tensor:
 
 # Whole numbers that a format holds in full are no roundings. Where nearly all differences are zero nothing is known: in
 # its first epoch a policy is still the one that drew. Nor are zeros roundings beside large differences: most values may
-# be within bounds. Of FP32 numbers less 16-bit ones only those with a gradient count, and what is more than half of the
-# distance: the others are roundings that a script takes on purpose, as the low half of a sum or to feed back an error.
+# be within bounds. An FP32 number less its own rounding is taken on purpose, as the low half of a sum or to feed back
+# an error. That is never more than half of the distance, or the whole of it where it was cut off or rounded at random,
+# which is done without gradients.
 def _differences(call: _Call) -> Tensor | None:
     formats = call.formats
     narrow = [dtype for dtype in formats if dtype in SIXTEEN_BIT]
     is_mixed = len(narrow) < len(formats)
     if call.keywords or len(formats) != 2 or not narrow or not all(dtype in FLOATING for dtype in formats):
         return None
-    if (is_mixed and not call.result.requires_grad) or any(isinstance(x, nn.Parameter) for x in call.arguments):
+    if any(isinstance(x, nn.Parameter) for x in call.arguments):  # against what it was before
         return None
     found = [x.float() for x in _operands(call)[:2]]
     if not found:
@@ -398,7 +399,8 @@ def _differences(call: _Call) -> Tensor | None:
     held = 2 ** (1 + min(FORMATS[dtype].mantissa_bits for dtype in narrow))
     is_exact = torch.stack([((x == x.round()) & (x.abs() <= held)).all() for x in found]).all()
     judged = (size > 0) & difference.isfinite() & ~is_exact
-    clear = judged & (difference > (spacing / 2 if is_mixed else 0))
+    own = (0.5 if call.result.requires_grad else 1.0) if is_mixed else 0.0  # of the distance, by its own rounding
+    clear = judged & (difference > own * spacing)
     judged = judged & (clear.sum() >= _SOME * judged.sum())
     differ = judged & (difference > 0)
     is_near = (differ & (difference <= _NEAR * spacing)).sum() * 2 >= differ.sum()
