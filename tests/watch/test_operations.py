@@ -68,6 +68,18 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
+def kept_sum(added: Tensor, total: Tensor) -> Tensor:
+    """What Kahan's sum carries over."""
+    new = total + added
+    return (new - total) - added
+
+
+def at_random(x: Tensor) -> Tensor:
+    """BF16, up or down by chance."""
+    up = torch.randint(1 << 16, x.shape, dtype=torch.int32)
+    return (x.view(torch.int32) + up & -1 << 16).view(torch.float32).to(BF16)
+
+
 LOSSY: dict[str, tuple[str, Operation]] = {
     "two BF16 numbers near 100": ("a difference", lambda h, x: (100 + h / 4).to(BF16) - (100 + x / 4).to(BF16)),
     "one of them in FP32": ("a difference", lambda h, x: (100 + h / 4) - (100 + x / 4).to(BF16)),
@@ -83,6 +95,7 @@ LOSSY: dict[str, tuple[str, Operation]] = {
     "the minute of a time": ("remainders", lambda h, _: TIMES.float() % 60),
     "a sum of codes": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).to(torch.int8).sum(1, dtype=torch.int8)),
     "codes that are added": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).char() + torch.tensor(100).char()),
+    "pixels less their middle": ("wrap", lambda h, x: ((x.abs() * 90).clamp(max=255).byte() - 128).float()),
     "codes that are not clamped": ("8 bits", lambda h, x: (100 * x).round().to(torch.int8)),
 }
 SOUND: dict[str, Operation] = {
@@ -96,13 +109,17 @@ SOUND: dict[str, Operation] = {
     ),
     "weights less those of before": lambda h, x: WEIGHT - WEIGHT.detach().to(BF16),
     "low halves": lambda h, x: x - (x.view(torch.int32) & -65536).view(torch.float32).to(BF16),
-    "an error to feed back": lambda h, x: x - (x * (1 + torch.rand(32, 8) / 256)).to(BF16),
+    "an error to feed back": lambda h, x: x - at_random(x),
     "the nearest code, straight through": lambda h, x: (
         h.to(BF16) + ((h.to(BF16) * 64).round() / 64 - h.to(BF16)).detach()
     ),
     "multiples of eight": lambda h, x: (8.0 * PLACES).sin(),
-    "the larger less the smaller byte": lambda h, x: BYTES - BYTES.flip(0),
-    "a hash": lambda h, x: BYTES * 31 + BYTES.flip(0),
+    "the larger less the smaller byte": lambda h, x: torch.where(
+        BYTES.flip(0) < BYTES, BYTES - BYTES.flip(0), BYTES.flip(0) - BYTES
+    ),
+    "what a sum has rounded away": lambda h, x: kept_sum(h.to(BF16), 9 * x.to(BF16)),
+    "a hash": lambda h, x: (BYTES * 31 + BYTES.flip(0)) & 15,
+    "a sum of signs": lambda h, x: h.to(BF16) + x.to(BF16),
     "a kernel that ends": lambda h, x: 1 / (1 + torch.where(PLACES == 9, 300.0, 2.0).half() ** 2),
     "a table of powers": lambda h, x: torch.full((64,), 0.8, dtype=FP16) ** torch.arange(80, 144),
     "the same BF16 numbers": lambda h, x: (100 + h).to(BF16) - (100 + h.detach()).to(BF16),
@@ -240,6 +257,16 @@ def test_an_error_while_it_listens_leaves_no_mode(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="shapes"):
         train()
     assert not _get_current_function_mode_stack()
+
+
+def test_a_defect_of_the_check_costs_the_check_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ZeroDivisionError("broken")
+
+    monkeypatch.setattr(operations, "_frame_of_script", broken)
+    with pytest.warns(RuntimeWarning, match="Operations.returned failed"):
+        assert not found(tmp_path / "run", LOSSY["an area in FP16"][1])
+    assert len(pl.Run(tmp_path / "run").steps) == 10
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # Dynamo's own, under any mode

@@ -50,6 +50,7 @@ _NEAR = 4  # distances between neighbours: half of the differences that are not 
 _APART = 2.0  # radians between neighbours
 _FP16_NORMAL = 2.0**-14  # where all results are smaller, what became zero does not only look small beside them
 _BETWEEN = ("overrides.py", "_tensor.py", "functional.py")  # files of torch between its function and who calls it
+_OWN_FRAMES = 6  # between the mode's own method, which torch calls, and the end of the search
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 _WIDENING = ("float", "to", "type", "type_as")
 
@@ -72,6 +73,14 @@ class _Call(NamedTuple):
     keywords: Mapping[str, Any]
     result: Tensor
     formats: list[torch.dtype]
+
+
+class _Last(NamedTuple):
+    """The last operation, until the next one: its result and its site; the call, if it was not looked at yet."""
+
+    result: "weakref.ref[Tensor]"
+    site: "_Site"
+    call: _Call | None
 
 
 class _Kind(NamedTuple):
@@ -153,6 +162,12 @@ class Operations(TrainingCheck):
         self._judge(at_end=True)
 
     @contained
+    def returned(
+        self, mode: "_Listening", func: Any, args: _Arguments, keywords: Mapping[str, Any], result: Tensor
+    ) -> None:
+        """A function of torch has returned a tensor."""
+        mode.follow(self, func, args, keywords, result)
+
     def look_at(self, site: _Site, call: _Call) -> None:
         """Look at an operation that has returned."""
         with torch.no_grad(), as_written(call.result.device.type):
@@ -225,7 +240,7 @@ class _Listening(TorchFunctionMode):
         self._looks = _MOST_LOOKS
         self._calls: Counter[_Site] = Counter()
         self._widened: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # by identity: what came from 16 bits
-        self._last: tuple[weakref.ref[Tensor], _Site] | None = None  # the result that was looked at last
+        self._last: _Last | None = None
         self._thread = threading.get_ident()
         self._is_on = False
         self._handle: Any = None
@@ -259,32 +274,47 @@ class _Listening(TorchFunctionMode):
         if torch.compiler.is_compiling():  # the first torch.compile of the script came while this listens
             return func(*args, **keywords)
         result = func(*args, **keywords)
-        name: str = getattr(func, "__name__", "")
-        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
-        check, last = self._check, self._last
-        if check is None or type(result) not in _PLAIN:
-            return result
-        if (
-            name == "detach" and last is not None and args[0] is last[0]()
-        ):  # x + (rounded - x).detach(): straight through
-            check.forget(last[1])
-        elif name in _WIDENING and isinstance(args[0], Tensor) and args[0].dtype in SIXTEEN_BIT:
-            self._widened[id(result)] = weakref.ref(result), args[0].dtype
-        elif name in _BY_FUNCTION and _can_be_read(result):
-            self._look(
-                name, _Call(func, args, keywords, result, [self._format(x) for x in args if isinstance(x, Tensor)])
-            )
+        if self._check is not None and type(result) in _PLAIN:
+            self._check.returned(self, func, args, keywords, result)
         return result
 
-    def _look(self, name: str, call: _Call) -> None:
+    def follow(
+        self, check: Operations, func: Any, args: _Arguments, keywords: Mapping[str, Any], result: Tensor
+    ) -> None:
+        """Follow a function that has returned a tensor, and look at it if it is one of those that may lose."""
+        name: str = getattr(func, "__name__", "")
+        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+        last, self._last = self._last, None
+        if last is not None and (not args or args[0] is not last.result()):
+            last = None
+        if last is not None and name == "detach":  # x + (rounded - x).detach(): straight through
+            check.forget(last.site)
+        elif name in _WIDENING and isinstance(args[0], Tensor):
+            if args[0].dtype in SIXTEEN_BIT:
+                self._widened[id(result)] = weakref.ref(result), args[0].dtype
+            elif last is not None and last.call is not None and result.is_floating_point():
+                check.look_at(last.site, last.call)
+        if name in _BY_FUNCTION and _can_be_read(result):
+            formats = [self._format(x) for x in args if isinstance(x, Tensor)]
+            call = _Call(func, args, keywords, result, formats)
+            self._look(check, name, call, "" if last is None else last.site.kind)
+
+    # Unsigned bytes wrap on purpose: in hashes, checksums, hues, and differences of which `where` takes the right one.
+    # So those alone are looked at that become floating numbers at once. The difference of a difference is what a sum
+    # has rounded away, to be added later: `(new - old) - added`.
+    def _look(self, check: Operations, name: str, call: _Call, before: str) -> None:
         frame = _frame_of_script()
-        if frame is None or self._check is None:
+        if frame is None:
             return
         for kind in _BY_FUNCTION[name]:
             site = _Site(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, kind)
-            if call.result.dtype in _KINDS[kind].results and self._is_due(site):
-                self._check.look_at(site, call)
-                self._last = weakref.ref(call.result), site
+            compensates = kind == before == "difference"
+            if compensates or call.result.dtype not in _KINDS[kind].results or not self._is_due(site):
+                continue
+            waits = kind == "wrap" and call.result.dtype == torch.uint8
+            if not waits:
+                check.look_at(site, call)
+            self._last = _Last(weakref.ref(call.result), site, call if waits else None)
 
     def _format(self, x: Tensor) -> torch.dtype:
         """Return a tensor's dtype, or the narrow one that it was widened from."""
@@ -330,7 +360,7 @@ def _can_be_read(result: Tensor) -> bool:
 
 def _frame_of_script() -> FrameType | None:
     """Return the frame that calls the present function of torch; None if it is not the script's."""
-    frame: FrameType | None = cast("Any", sys)._getframe(3)  # noqa: SLF001
+    frame: FrameType | None = cast("Any", sys)._getframe(_OWN_FRAMES)  # noqa: SLF001
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN) and _owner(frame) == "torch":
         frame = frame.f_back
     return frame if frame is not None and _owner(frame) == "user" else None
@@ -460,15 +490,13 @@ def _casts(call: _Call) -> Tensor | None:
     return _counted((x > info.max) | (x < info.min), x.numel())
 
 
-# Unsigned bytes and 16-bit integers wrap on purpose: in hashes, checksums, hues, and differences of which `where` takes
-# the right one. Those of 8 bits with a sign are codes.
 _KINDS = {
     "difference": _Kind(_differences, FLOATING, 0.5, 8),
     "overflow": _Kind(_overflows, (torch.float16,), 0.02, 1),
     "underflow": _Kind(_underflows, (torch.float16,), 0.5, 8),
     "angle": _Kind(_angles, (*FLOATING, torch.complex64), 0.01, 8),
     "remainder": _Kind(_remainders, FLOATING, 0.5, 8),
-    "wrap": _Kind(_wraps, (torch.int8,), 0.0, 1),
+    "wrap": _Kind(_wraps, (torch.int8, torch.uint8), 0.0, 1),
     "cast": _Kind(_casts, (torch.int8, torch.uint8), 0.0, 1),
 }
 # By the functions' names, of operators without underscores. What is written in place has lost its operand.
