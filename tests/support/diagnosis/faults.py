@@ -500,7 +500,7 @@ WORDS: Mapping[str, str] = {
     "error-above-signal": r"gradients of .* have been mostly rounding error|the rounding error of .* has grown",
     "biased-rounding": r"rounding has pulled the .* toward zero",
     "clustered-block": r"\d+ % of the weights of .* have shared the last bin",
-    "operation-inexact": r"train\.py:41 computes a difference that is rounding",
+    "operation-inexact": r"train\.py:41.* computes a difference that is rounding",
     "decision-flips": r"rounding has changed up to \d+ % of the decisions of",
     "saturated-fp8": r"\d+ % of the activations .* FP8's top binade",
     "cast-saturates": r"up to [\d.]+ % of the .* have been beyond E\dM\d",

@@ -17,6 +17,7 @@ from plimsoll.diagnosis.rules.base import (
     find_spans,
     last_of,
     layer_spans,
+    short,
     threshold,
     worst,
 )
@@ -404,6 +405,7 @@ class OperationInexact(Rule):
     advice = "Compute it in FP32."
     figure = "loss_and_scale"
     items = {"place": EvidenceItem("Line"), "share": EvidenceItem("Values lost", "share")}
+    location_item = EvidenceItem("Values lost", "share")
 
     lines: float = threshold(
         1, "a line is recorded if it loses in two of the steps that are looked at, or in the only one"
@@ -435,8 +437,12 @@ class OperationInexact(Rule):
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the line, and what it loses."""
-        remedy = next(loss.remedy for loss in _LOSSES.values() if loss.cause == context.cause)
-        return Phrase(what=f"{context.text('place')} computes {context.cause}, seen {context.since}", remedy=remedy)
+        line = context.text("place") + (f" ({context.place})" if context.finding.where else "")
+        remedies = {loss.cause: loss.remedy for loss in _LOSSES.values()}
+        return Phrase(
+            what=f"{short(line)} computes {context.cause}, seen {context.since}",
+            remedy=remedies.get(context.cause, "compute it in FP32"),
+        )
 
 
 class _Loss(NamedTuple):
