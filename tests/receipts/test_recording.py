@@ -16,7 +16,7 @@ from plimsoll.formats import Plan
 from plimsoll.receipts import Row
 from plimsoll.receipts.recording.values import Memory
 from plimsoll.receipts.take import receipt
-from plimsoll.tracing.call_site import INSTALLED, Place
+from plimsoll.watch.call_site import INSTALLED, Place
 from tests.support.cases import each
 
 X = torch.linspace(-1, 1, 32).reshape(4, 8)

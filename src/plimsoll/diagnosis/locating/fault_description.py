@@ -10,8 +10,8 @@ from plimsoll.diagnosis.locating.tracing.nonfinite_trail import NonfiniteResult,
 from plimsoll.errors import FormatError
 from plimsoll.formats import Format, get
 from plimsoll.text import percent
-from plimsoll.tracing.call_site import Place
 from plimsoll.tracing.tensors import Names
+from plimsoll.watch.call_site import Place
 
 _STEEP = ("exp", "exp2", "expm1", "sinh", "cosh")  # finite for all finite numbers
 _CONSTANTS = ("lift_fresh", "full", "full_like", "new_full", "scalar_tensor", "fill")  # of numbers in Python

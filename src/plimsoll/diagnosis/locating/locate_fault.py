@@ -32,9 +32,9 @@ from plimsoll.diagnosis.locating.tracing.nonfinite_trail import (
 from plimsoll.diagnosis.locating.tracing.operation_check import OperationTracer
 from plimsoll.emulate.dispatch import thread_frame
 from plimsoll.errors import ArgumentError
-from plimsoll.tracing.call_site import look
 from plimsoll.tracing.state_snapshot import Before
 from plimsoll.tracing.tensors import Names, memory_of, tensors_in
+from plimsoll.watch.call_site import look
 from plimsoll.watch.hooks import torch_hooks
 from plimsoll.watch.names import unwrapped
 from plimsoll.watch.session import nothing_recorded

@@ -24,10 +24,10 @@ from plimsoll.receipts.recording.operations import (
 )
 from plimsoll.receipts.recording.recorder import Forward, Recorder
 from plimsoll.receipts.recording.values import dtype_name, narrower
-from plimsoll.tracing.call_site import Place, cause_of, look, path_of, place_of
 from plimsoll.tracing.late_patches import when_imported
 from plimsoll.tracing.operation_schema import Facts, facts_of
 from plimsoll.tracing.tensors import tensors_in
+from plimsoll.watch.call_site import Place, cause_of, look, path_of, place_of
 from plimsoll.watch.hooks.torch_hooks import has_compiled
 from plimsoll.watch.names import unwrapped
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from plimsoll.formats import get_element
-from plimsoll.tracing.call_site import Place
 from plimsoll.tracing.operation_schema import Facts
 from plimsoll.tracing.tensors import tensors_in
+from plimsoll.watch.call_site import Place
 
 # -- kinds, by torch's dispatcher names, and entries -------------------------------------------------------------------
 

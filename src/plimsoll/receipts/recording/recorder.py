@@ -33,10 +33,10 @@ from plimsoll.receipts.recording.operations import (
     sum_accumulator,
 )
 from plimsoll.receipts.recording.values import Held, Memory, dtype_name, holds, is_code, narrower, size_bytes, spec_name
-from plimsoll.tracing.call_site import ForwardIndex, Place, cause_of, innermost, look, path_of, place_of
 from plimsoll.tracing.operation_schema import Facts, bound, facts_of
 from plimsoll.tracing.state_snapshot import Before
 from plimsoll.tracing.tensors import tensors_in
+from plimsoll.watch.call_site import ForwardIndex, Place, cause_of, innermost, look, path_of, place_of
 
 _C = cast("Any", torch)._C  # noqa: SLF001
 _CAST_CALLS = frozenset(

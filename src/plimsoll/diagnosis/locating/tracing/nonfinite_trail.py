@@ -18,9 +18,9 @@ from plimsoll.errors import PlimsollError
 from plimsoll.formats import get_element
 from plimsoll.spectrum import Spectrum, measure
 from plimsoll.spectrum.measurement import plain
-from plimsoll.tracing.call_site import Place
 from plimsoll.tracing.operation_schema import Facts
 from plimsoll.tracing.tensors import memory_of, parts_of
+from plimsoll.watch.call_site import Place
 
 # -- a check that all of a tensor is finite, and its record ------------------------------------------------------------
 

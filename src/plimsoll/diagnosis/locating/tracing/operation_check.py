@@ -22,9 +22,9 @@ from plimsoll.diagnosis.locating.tracing.nonfinite_trail import (
     spectrum_of,
 )
 from plimsoll.spectrum import Spectrum
-from plimsoll.tracing.call_site import ForwardIndex, Place, look
 from plimsoll.tracing.operation_schema import Facts, bound, facts_of
 from plimsoll.tracing.tensors import memory_of, tensors_in
+from plimsoll.watch.call_site import ForwardIndex, Place, look
 
 # -- its arguments: tensors by name, and the rest ----------------------------------------------------------------------
 

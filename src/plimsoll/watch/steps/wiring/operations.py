@@ -30,7 +30,7 @@ from torch.utils._device import DeviceContext
 from plimsoll.kernels.device_value import DeviceValue
 from plimsoll.kernels.dtypes import FLOATING, FORMATS, SIXTEEN_BIT
 from plimsoll.kernels.operators.checks import is_transformed
-from plimsoll.tracing.call_site import Place, look, owner_of
+from plimsoll.watch.call_site import Place, look, owner_of
 from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.hooks.torch_hooks import has_compiler
 from plimsoll.watch.names import clean
