@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 import plimsoll as pl
 from plimsoll.diagnosis import Finding
+from plimsoll.diagnosis.rules import errors
 from plimsoll.diagnosis.view import View
 from plimsoll.report.verdicts.verdict_sentence import verdict
 from plimsoll.watch.steps.wiring import operations
@@ -159,6 +160,11 @@ def test_an_operation_that_loses_digits_is_named_with_its_line(name: str, tmp_pa
     assert f"test_operations.py:{line}" in verdict(View(pl.Run(tmp_path / name)), [finding])
 
 
+def test_each_way_to_lose_values_has_its_words_and_a_case() -> None:
+    assert set(operations._KINDS) == set(errors._LOSSES)
+    assert all(any(cause in loss.cause for cause, _ in LOSSY.values()) for loss in errors._LOSSES.values())
+
+
 @each("name", SOUND)
 def test_a_sound_operation_is_not(name: str, tmp_path: Path) -> None:
     assert not found(tmp_path / name, SOUND[name])
@@ -260,11 +266,11 @@ def test_an_error_while_it_listens_leaves_no_mode(tmp_path: Path) -> None:
 
 
 def test_a_defect_of_the_check_costs_the_check_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken() -> None:
+    def broken(_: object) -> None:
         raise ZeroDivisionError("broken")
 
     monkeypatch.setattr(operations, "_frame_of_script", broken)
-    with pytest.warns(RuntimeWarning, match="Operations.returned failed"):
+    with pytest.warns(RuntimeWarning, match="Operations._returned failed"):
         assert not found(tmp_path / "run", LOSSY["an area in FP16"][1])
     assert len(pl.Run(tmp_path / "run").steps) == 10
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,6 @@ from plimsoll.diagnosis.rules.base import (
     find_spans,
     last_of,
     layer_spans,
-    short,
     threshold,
     worst,
 )
@@ -423,24 +423,24 @@ class OperationInexact(Rule):
             place, formats = str(event.details.get("place")), str(event.details.get("formats"))
             share = _share(event)
             since = {name: _since(e) for e in reversed(events) for name in listed_in(e, "modules")}
-            more = f", and so do {len(events) - 1} more lines" if len(events) > 1 else ""
+            others = {2: "Another line does so too. "}.get(len(events), f"{len(events) - 1} other lines do so too. ")
             yield self.finding(
                 "warning",
                 [Spot(name=name, since_step=step, value=share) for name, step in since.items()],
                 {"cause": loss.cause, "place": place, "formats": formats, "share": share},
                 since_step=min(map(_since, events)),
                 until_step=max(view.last_step, event.step),
-                meaning=f"{loss.meaning.format(place=place, formats=formats, share=percent(share))}{more}. "
-                f"The line is: {event.details.get('text')}",
+                meaning=f"{loss.meaning.format(place=place, formats=formats, share=percent(share))}. "
+                f"{others if len(events) > 1 else ''}The line is: {event.details.get('text')}",
                 advice=loss.advice,
             )
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the line, and what it loses."""
-        line = context.text("place") + (f" ({context.place})" if context.finding.where else "")
+        line = Path(context.text("place")).name + (f" ({context.place})" if context.finding.where else "")
         remedies = {loss.cause: loss.remedy for loss in _LOSSES.values()}
         return Phrase(
-            what=f"{short(line)} computes {context.cause}, seen {context.since}",
+            what=f"{line} computes {context.cause}, seen {context.since}",
             remedy=remedies.get(context.cause, "compute it in FP32"),
         )
 

@@ -16,7 +16,7 @@ import os
 import sys
 import threading
 import weakref
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from types import FrameType
@@ -39,20 +39,19 @@ from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training
 from plimsoll.watch.taps.compiled_taps import is_capturing
 from plimsoll.watch.thread_casts import as_written
 
-_AFTER = (1, 7, 31, 127)  # steps of an optimizer: first weights may be the cause at the first of them, a good fit later
+_AFTER = (1, 7, 31, 127)  # steps of an optimizer: first weights may be a cause at first, and a good fit later
 _MOST_LOOKS = 512  # at operations in one step
 _ALL = 6  # of the first calls of a line are looked at
-_MOST_VALUES = 1 << 16  # of one operation, and of those that are computed again
-_MOST_AGAIN = 1 << 22
+_MOST_VALUES = 1 << 16  # of one operation
+_MOST_AGAIN = 1 << 22  # values of an operation that is computed again, or whose inputs are all read
 _FEWEST = 16  # values without which nothing is judged
 _SOME = 1 / 64  # of the differences are not zero
 _NEAR = 4  # distances between neighbours: half of the differences that are not zero are no larger
-_APART = 2.0  # radians between neighbours
+_APART = 2.0  # radians between neighbours: which angle it was, is then left to rounding
 _FP16_NORMAL = 2.0**-14  # where all results are smaller, what became zero does not only look small beside them
+_WIDENING = ("float", "to", "type", "type_as")  # functions that may make FP32 numbers of 16-bit ones
 _BETWEEN = ("overrides.py", "_tensor.py", "functional.py")  # files of torch between its function and who calls it
-_OWN_FRAMES = 6  # between the mode's own method, which torch calls, and the end of the search
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
-_WIDENING = ("float", "to", "type", "type_as")
 
 _Arguments = tuple[Any, ...]
 
@@ -87,16 +86,18 @@ class _Kind(NamedTuple):
     """One way in which an operation loses what it is given: from this share and number of its values on.
 
     Attributes:
+        functions: Names of functions of torch, of operators without underscores.
+        results: Dtypes of their results.
         look: Returns two numbers: values that are lost, and values that are judged. None: it does not apply.
-        results: Dtypes of results.
         share: Of the values that are judged.
         least: Number of them.
     """
 
-    look: Callable[[_Call], Tensor | None]
+    functions: tuple[str, ...]
     results: tuple[torch.dtype, ...]
-    share: float
-    least: int
+    look: Callable[[_Call], Tensor | None]
+    share: float = 0.0
+    least: int = 1
 
 
 class _Site(NamedTuple):
@@ -129,6 +130,29 @@ class _Seen:
     is_said: bool = False
 
 
+class _Listened:
+    """What is known of the functions that have returned in the step that is listened to."""
+
+    def __init__(self) -> None:
+        self.looks = _MOST_LOOKS  # that are left
+        self.calls: Counter[_Site] = Counter()
+        self.widened: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # by identity: what came from 16 bits
+        self.last: _Last | None = None
+
+    def format_of(self, x: Tensor) -> torch.dtype:
+        """Return a tensor's dtype, or the narrow one that it was widened from."""
+        ref, dtype = self.widened.get(id(x), (None, x.dtype))
+        return dtype if ref is not None and ref() is x and x.dtype == torch.float32 else x.dtype
+
+    def is_due(self, site: _Site) -> bool:
+        """Return True at the first calls of an operation in a loop, and at calls 8, 16, 32 and so on."""
+        self.calls[site] += 1
+        calls = self.calls[site]
+        is_due = self.looks > 0 and (calls <= _ALL or not calls & (calls - 1))
+        self.looks -= is_due
+        return is_due
+
+
 class Operations(TrainingCheck):
     """The script's operations, between an optimizer's step and its next one."""
 
@@ -137,6 +161,7 @@ class Operations(TrainingCheck):
         self._mode: _Listening | None = None
         self._optimizer: FollowedOptimizer | None = None  # whose next step is waited for
         self._begun = 0  # of the steps in which it listens
+        self._step = _Listened()
         self._seen: dict[_Site, _Seen] = {}
         self.session.at_close.append(self._stop)
 
@@ -146,7 +171,8 @@ class Operations(TrainingCheck):
             return
         self._begun += 1
         if _only_devices() and not has_compiler():  # another mode, or a compiled function, would notice
-            self._mode, self._optimizer = _Listening(self), followed
+            self._step, self._optimizer = _Listened(), followed
+            self._mode = _Listening(self._returned)
             self._mode.start()
 
     def step_begins(self, optimizer: Any, followed: FollowedOptimizer) -> None:
@@ -161,15 +187,49 @@ class Operations(TrainingCheck):
         """The watch closes: what was seen in a single step is judged by that."""
         self._judge(at_end=True)
 
-    @contained
-    def returned(
-        self, mode: "_Listening", func: Any, args: _Arguments, keywords: Mapping[str, Any], result: Tensor
-    ) -> None:
-        """A function of torch has returned a tensor."""
-        mode.follow(self, func, args, keywords, result)
+    # If the script has entered a mode since and is still in it, ours waits for the end of that one, and does nothing.
+    def _stop(self) -> None:
+        self._optimizer = None
+        if self._mode is not None and self._mode.stop():
+            self._mode, self._step = None, _Listened()
 
-    def look_at(self, site: _Site, call: _Call) -> None:
-        """Look at an operation that has returned."""
+    @contained
+    def _returned(
+        self, func: Any, args: _Arguments, keywords: Mapping[str, Any], result: Tensor, frame: FrameType
+    ) -> None:
+        """A function of torch has returned a tensor to this frame: look at it if it is one of those that may lose."""
+        step, name = self._step, str(getattr(func, "__name__", ""))
+        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
+        last, step.last = step.last, None
+        if last is not None and (not args or args[0] is not last.result()):
+            last = None
+        if last is not None and name == "detach":  # x + (rounded - x).detach(): straight through
+            self._forget(last.site)
+        elif name in _WIDENING and isinstance(args[0], Tensor):
+            if args[0].dtype in SIXTEEN_BIT:
+                step.widened[id(result)] = weakref.ref(result), args[0].dtype
+            elif last is not None and last.call is not None and result.is_floating_point():
+                self._look_at(last.site, last.call)
+        if name in _BY_FUNCTION and _can_be_read(result) and (script := _frame_of_script(frame)) is not None:
+            formats = [step.format_of(x) for x in args if isinstance(x, Tensor)]
+            call = _Call(func, args, keywords, result, formats)
+            for kind in _BY_FUNCTION[name]:
+                site = _Site(script.f_code.co_filename, script.f_lineno, script.f_lasti, kind)
+                self._meet(site, call, "" if last is None else last.site.kind)
+
+    # Unsigned bytes wrap on purpose: in hashes, checksums, hues, and differences of which `where` takes the right one.
+    # So those alone are looked at that become floating numbers at once. The difference of a difference is what a sum
+    # has rounded away, to be added later: `(new - old) - added`.
+    def _meet(self, site: _Site, call: _Call, before: str) -> None:
+        compensates = site.kind == before == "difference"
+        if compensates or call.result.dtype not in _KINDS[site.kind].results or not self._step.is_due(site):
+            return
+        waits = site.kind == "wrap" and call.result.dtype == torch.uint8
+        if not waits:
+            self._look_at(site, call)
+        self._step.last = _Last(weakref.ref(call.result), site, call if waits else None)
+
+    def _look_at(self, site: _Site, call: _Call) -> None:
         with torch.no_grad(), as_written(call.result.device.type):
             counted = _KINDS[site.kind].look(call)
         if counted is not None:
@@ -178,16 +238,9 @@ class Operations(TrainingCheck):
                 self._seen[site] = _Seen(look(), " and ".join(dict.fromkeys(names)))
             self._seen[site].looks.append(DeviceValue(counted))
 
-    def forget(self, site: _Site) -> None:
-        """Forget the last look at an operation."""
+    def _forget(self, site: _Site) -> None:
         if site in self._seen and self._seen[site].looks:
             self._seen[site].looks.pop()
-
-    # If the script has entered a mode since and is still in it, ours waits for the end of that one, and does nothing.
-    def _stop(self) -> None:
-        self._optimizer = None
-        if self._mode is not None and self._mode.stop():
-            self._mode = None
 
     # A step of its own is no proof: what is lost in most of the steps that show it, and in two of them, is no chance.
     # If the training had only one of these steps, that one decides.
@@ -232,15 +285,11 @@ def _fact(site: _Site, seen: _Seen, names: Mapping[int, str]) -> Fact:
 
 
 class _Listening(TorchFunctionMode):
-    """The mode itself: calls the check after operations of the script."""
+    """The mode itself: hands on what functions of torch have returned, and to which frame."""
 
-    def __init__(self, check: Operations) -> None:
+    def __init__(self, returned: Callable[..., object]) -> None:
         super().__init__()
-        self._check: Operations | None = check
-        self._looks = _MOST_LOOKS
-        self._calls: Counter[_Site] = Counter()
-        self._widened: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # by identity: what came from 16 bits
-        self._last: _Last | None = None
+        self._returned: Callable[..., object] | None = returned
         self._thread = threading.get_ident()
         self._is_on = False
         self._handle: Any = None
@@ -254,7 +303,7 @@ class _Listening(TorchFunctionMode):
 
     def stop(self) -> bool:
         """Listen no more, and leave the stack of modes; return True if that was possible, or was done before."""
-        self._check = None
+        self._returned = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -274,63 +323,13 @@ class _Listening(TorchFunctionMode):
         if torch.compiler.is_compiling():  # the first torch.compile of the script came while this listens
             return func(*args, **keywords)
         result = func(*args, **keywords)
-        if self._check is not None and type(result) in _PLAIN:
-            self._check.returned(self, func, args, keywords, result)
+        if self._returned is not None and type(result) in _PLAIN:
+            self._returned(func, args, keywords, result, cast("Any", sys)._getframe(1))  # noqa: SLF001
         return result
-
-    def follow(
-        self, check: Operations, func: Any, args: _Arguments, keywords: Mapping[str, Any], result: Tensor
-    ) -> None:
-        """Follow a function that has returned a tensor, and look at it if it is one of those that may lose."""
-        name: str = getattr(func, "__name__", "")
-        name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
-        last, self._last = self._last, None
-        if last is not None and (not args or args[0] is not last.result()):
-            last = None
-        if last is not None and name == "detach":  # x + (rounded - x).detach(): straight through
-            check.forget(last.site)
-        elif name in _WIDENING and isinstance(args[0], Tensor):
-            if args[0].dtype in SIXTEEN_BIT:
-                self._widened[id(result)] = weakref.ref(result), args[0].dtype
-            elif last is not None and last.call is not None and result.is_floating_point():
-                check.look_at(last.site, last.call)
-        if name in _BY_FUNCTION and _can_be_read(result):
-            formats = [self._format(x) for x in args if isinstance(x, Tensor)]
-            call = _Call(func, args, keywords, result, formats)
-            self._look(check, name, call, "" if last is None else last.site.kind)
-
-    # Unsigned bytes wrap on purpose: in hashes, checksums, hues, and differences of which `where` takes the right one.
-    # So those alone are looked at that become floating numbers at once. The difference of a difference is what a sum
-    # has rounded away, to be added later: `(new - old) - added`.
-    def _look(self, check: Operations, name: str, call: _Call, before: str) -> None:
-        frame = _frame_of_script()
-        if frame is None:
-            return
-        for kind in _BY_FUNCTION[name]:
-            site = _Site(frame.f_code.co_filename, frame.f_lineno, frame.f_lasti, kind)
-            compensates = kind == before == "difference"
-            if compensates or call.result.dtype not in _KINDS[kind].results or not self._is_due(site):
-                continue
-            waits = kind == "wrap" and call.result.dtype == torch.uint8
-            if not waits:
-                check.look_at(site, call)
-            self._last = _Last(weakref.ref(call.result), site, call if waits else None)
-
-    def _format(self, x: Tensor) -> torch.dtype:
-        """Return a tensor's dtype, or the narrow one that it was widened from."""
-        ref, dtype = self._widened.get(id(x), (None, x.dtype))
-        return dtype if ref is not None and ref() is x and x.dtype == torch.float32 else x.dtype
-
-    def _is_due(self, site: _Site) -> bool:
-        """Return True at the first calls of an operation in a loop, and at calls 8, 16, 32 and so on."""
-        self._calls[site] += 1
-        calls = self._calls[site]
-        is_due = self._looks > 0 and (calls <= _ALL or not calls & (calls - 1))
-        self._looks -= is_due
-        return is_due
 
 
 _modes: "weakref.WeakSet[_Listening]" = weakref.WeakSet()
+_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 # Workers that load data are often forked in such a step. None of them goes on to listen.
@@ -341,8 +340,6 @@ def _after_fork() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork)
-
-_WITH_FAST_PATH = (nn.MultiheadAttention, nn.TransformerEncoder, nn.TransformerEncoderLayer)
 
 
 def _only_devices() -> bool:
@@ -358,9 +355,8 @@ def _can_be_read(result: Tensor) -> bool:
     return torch.is_grad_enabled() and backward_running() == -1 and not is_transformed() and not is_capturing()
 
 
-def _frame_of_script() -> FrameType | None:
-    """Return the frame that calls the present function of torch; None if it is not the script's."""
-    frame: FrameType | None = cast("Any", sys)._getframe(_OWN_FRAMES)  # noqa: SLF001
+def _frame_of_script(frame: FrameType | None) -> FrameType | None:
+    """Return the frame that has called a function of torch from this one; None if it is not the script's."""
     while frame is not None and frame.f_code.co_filename.endswith(_BETWEEN) and _owner(frame) == "torch":
         frame = frame.f_back
     return frame if frame is not None and _owner(frame) == "user" else None
@@ -490,26 +486,21 @@ def _casts(call: _Call) -> Tensor | None:
     return _counted((x > info.max) | (x < info.min), x.numel())
 
 
+_PRODUCTS = ("mul", "rmul", "multiply", "square", "pow")
+_SUMS = ("add", "sum", "cumsum")
+# What is written in place (`sub_`) has lost its operand. Half of the values is more than chance leaves near zero or a
+# bound. Angles beyond their digits are the first columns of a table whose others are small. What kernels and
+# activations let go to infinity in FP16 are single values. No code may wrap.
 _KINDS = {
-    "difference": _Kind(_differences, FLOATING, 0.5, 8),
-    "overflow": _Kind(_overflows, (torch.float16,), 0.02, 1),
-    "underflow": _Kind(_underflows, (torch.float16,), 0.5, 8),
-    "angle": _Kind(_angles, (*FLOATING, torch.complex64), 0.01, 8),
-    "remainder": _Kind(_remainders, FLOATING, 0.5, 8),
-    "wrap": _Kind(_wraps, (torch.int8, torch.uint8), 0.0, 1),
-    "cast": _Kind(_casts, (torch.int8, torch.uint8), 0.0, 1),
+    "difference": _Kind(("sub", "rsub", "subtract"), FLOATING, _differences, 0.5, 8),
+    "overflow": _Kind((*_PRODUCTS, *_SUMS, "matmul", "bmm", "mm", "einsum"), (torch.float16,), _overflows, 0.02),
+    "underflow": _Kind(_PRODUCTS, (torch.float16,), _underflows, 0.5, 8),
+    "angle": _Kind(("sin", "cos", "polar"), (*FLOATING, torch.complex64), _angles, 0.01, 8),
+    "remainder": _Kind(("remainder", "fmod"), FLOATING, _remainders, 0.5, 8),
+    "wrap": _Kind((*_SUMS, "sub", "rsub", "mul", "rmul"), (torch.int8, torch.uint8), _wraps),
+    "cast": _Kind(("to", "type", "byte", "char"), (torch.int8, torch.uint8), _casts),
 }
-# By the functions' names, of operators without underscores. What is written in place has lost its operand.
-_FUNCTIONS = {
-    "difference": ("sub", "rsub", "subtract"),
-    "overflow": ("mul", "rmul", "multiply", "square", "pow", "add", "sum", "cumsum", "matmul", "bmm", "mm", "einsum"),
-    "underflow": ("mul", "rmul", "multiply", "square", "pow"),
-    "angle": ("sin", "cos", "polar"),
-    "remainder": ("remainder", "fmod"),
-    "wrap": ("add", "sub", "rsub", "mul", "rmul", "sum", "cumsum"),
-    "cast": ("to", "type", "byte", "char"),
+_BY_FUNCTION = {
+    name: [kind for kind, of in _KINDS.items() if name in of.functions]
+    for name in {name for kind in _KINDS.values() for name in kind.functions}
 }
-_BY_FUNCTION: dict[str, list[str]] = defaultdict(list)
-for _kind, _names in _FUNCTIONS.items():
-    for _name in _names:
-        _BY_FUNCTION[_name].append(_kind)
