@@ -24,6 +24,7 @@ from benchmarks.trust.faults import (
     scales,
     slips,
     stumbles,
+    written_out,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "scales",
     "slips",
     "stumbles",
+    "written_out",
 ]
