@@ -20,11 +20,12 @@ A rule that warns of sound trainings is soon ignored, and one that misses faults
   scaler, with two seeds. A run counts only if it learned: its loss fell as it should, and as far as in FP32.
 - **Faults**: trainings with one planted fault each, and for each the words that name its cause.
 
-More than a third of the faults and more than half of the kinds are held back: no rule was changed for what they showed. Most
+Two fifths of the faults and more than half of the kinds are held back: no rule was changed for what they showed. Most
 groups of faults are by authors who had not read the rules. What was found of them at first, the newest group first:
 
 | faults | what they are | named | in other words | missed | another cause | seen since |
 |---|---|---|---|---|---|---|
+| 20 | mistakes in operations that a script writes out | 9 | 0 | 11 | 0 | 1 |
 | 16 | mistakes that forums and trackers report most often | 8 | 0 | 5 | 3 | 5 |
 | 16 | traps of low precision | 1 | 4 | 8 | 3 | 11 |
 | 20 | pitfalls of schedules, data and losses | 8 | 2 | 6 | 4 | 6 |
@@ -37,17 +38,18 @@ groups of faults are by authors who had not read the rules. What was found of th
 | 12 | slips of loops, formats and defaults | 1 | 1 | 7 | 3 | 10 |
 | 22 | of low precision and of training loops | 4 | not counted | not counted | not counted | 16 |
 
-*Another cause*: the headline named one. In the third group that was an error of four patterns, which took the advice
-to skip such steps with a loss scaler for a word on the loss scale; in the fourth one fault was named by an accident of
-its words. *Seen since*: rules were written or mended for these, so they are not held back any more.
+*Another cause*: the headline named one. In the fourth group that was an error of four patterns, which took the advice
+to skip such steps with a loss scaler for a word on the loss scale; in the fifth one fault was named by an accident of
+its words, and in the first one only by a list of what may be the cause. *Seen since*: rules were written or mended for
+these, so they are not held back any more. That of the first group was judged after its rule was mended.
 
-Eight of these groups came with the same trainings without their faults. Two of those had an alarm, and both are mended:
+Nine of these groups came with the same trainings without their faults. Two of those had an alarm, and both are mended:
 a scaler that had to come down from 2^16 to 2^-9, and BF16 weights that their optimizer rounds at random. A variant with
 a compensation of BF16 weights under an unknown name had one too. Two had a warning, mended as well: a policy's ratio
 that is 1 at each recorded step, and an expert that was idle at first. One warning is true: a scaler that doubles every
 ten steps loses one step in twenty.
 
-Such authors also wrote 48 kinds of sound training: 3 with the newest group, of which one counts as seen, 26 of late, 6
+Such authors also wrote 48 kinds of sound training: 3 with the second group, of which one counts as seen, 26 of late, 6
 that come near the group of 22 faults, and 13 with the oldest 25 faults, of which ten count as seen. Of the 156 runs of
 the 26 kinds 13 had a warning at first, none an alarm: a search for the rate, LBFGS after Adam, and one run of a policy
 with a learned spread. Rules were mended for these three and for what was noted of two others. These, one whose notes

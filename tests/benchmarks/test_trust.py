@@ -20,10 +20,10 @@ def finding(rule: str = "loss-spike", severity: str = "warning", **changed: obje
     return Finding(**{"rule": rule, "severity": severity, **plain, **changed})
 
 
-def test_the_sets_are_large_and_a_third_or_more_of_each_is_held_back() -> None:
+def test_the_sets_are_large_and_about_half_of_each_is_held_back() -> None:
     assert len(registry.KINDS) >= 80 and len(registry.FAULTS) >= 110
     for kinds in (registry.KINDS, registry.FAULTS):
-        assert 1 / 3 < sum(kind.held_back for kind in kinds.values()) / len(kinds) < 0.6
+        assert 0.4 < sum(kind.held_back for kind in kinds.values()) / len(kinds) < 0.6
     runs = list(registry.cases("healthy"))
     assert len(runs) == len(registry.KINDS) * 6 == len({case.name for case in runs})
 
