@@ -73,6 +73,10 @@ def rounded(x: Tensor) -> Tensor:
     return x.bfloat16().float()
 
 
+def pair(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    return (100 + h / 4).to(BF16), (100 + x / 4).to(BF16)
+
+
 def kept_sum(added: Tensor, total: Tensor) -> Tensor:
     """What Kahan's sum carries over."""
     new = total + added
@@ -130,7 +134,7 @@ SOUND: dict[str, Operation] = {
     "the same BF16 numbers": lambda h, x: (100 + h).to(BF16) - (100 + h.detach()).to(BF16),
     "a number less its rounding": lambda h, x: (100 + h) - (100 + h).to(BF16),
     "a detached difference": lambda h, x: h + ((100 + h / 4).to(BF16) - (100 + x / 4).to(BF16)).detach(),
-    "in a transform": lambda h, x: torch.vmap(lambda a, b: a - b)((100 + h / 4).to(BF16), (100 + x / 4).to(BF16)),
+    "in a transform": lambda h, x: torch.vmap(lambda a, b: a - b)(*(y.repeat(1, 4) for y in pair(h, x))),
     "within torch's own code": lambda h, x: Normal((100 + x / 4).to(BF16), 1.0).log_prob((100 + h / 4).to(BF16)),
     "through a rounding": lambda h, x: h + (rounded(h) - h).detach(),
     "through codes": lambda h, x: h.to(BF16) + ((h * 32).round() / 32).to(BF16).sub(h.to(BF16)).detach(),
@@ -293,6 +297,14 @@ def test_a_dispatch_mode_sees_the_operations_of_the_script_alone(tmp_path: Path)
     with Counting() as counting:
         assert found(tmp_path / "run", LOSSY["two BF16 numbers near 100"][1])
     assert not counting.seen
+
+
+def test_nothing_within_a_transform_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors of a transform have no data of their own, and are of no use after it."""
+    lines: list[int] = []
+    monkeypatch.setattr(operations.Operations, "_look_at", lambda self, site, call: lines.append(site.line))
+    found(tmp_path / "run", SOUND["in a transform"])
+    assert lines and SOUND["in a transform"].__code__.co_firstlineno not in lines
 
 
 def test_a_loop_leaves_looks_for_what_comes_after_it(tmp_path: Path) -> None:

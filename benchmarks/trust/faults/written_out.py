@@ -18,7 +18,7 @@ from benchmarks.trust.registry import fault
 from benchmarks.trust.toys import mlp
 from benchmarks.trust.training import Training
 
-INEXACT = rf"{FEW}|inexact|precision|b(f|float)16|cancel"
+INEXACT = rf"{FEW}|precision|b(f|float)16|cancel"
 STOPS = (
     r"round|swallow|absorb|\blost\b|precision|b(f|float)16|\b25[67]\b|stuck|stall|\bstops?\b|constant|no longer"
     r"|(not|never|hardly|cannot) (grow|move|change|add|count)"
@@ -630,7 +630,7 @@ class Decaying(nn.Module):
     named=either(
         r"states?|euler|simulat\w*|integra(t\w*)|subtract\w*|sub|additions?|add|sums?|differences?|increments?|terms?"
         r"|addends?|recurren\w*|accumulat\w*",
-        rf"{STOPS}|inexact|smaller than (half )?(a |the |its )?(spacing|unit|gap)",
+        rf"{STOPS}|smaller than (half )?(a |the |its )?(spacing|unit|gap)",
     ),
     misleading=NO_UPDATE,
     held_back=True,
@@ -652,7 +652,7 @@ def euler(run: Training, *, sound: bool = False) -> None:
     "one-minus-a-probability-in-bf16",
     named=r"1 ?- ?p\b|one minus|cancel|saturat|\blogarithms?\b|\beps(ilon)?\b|1e-0?7|"
     + either(
-        r"probabili(t\w*)|sigmoid|log|subtract\w*|sub|rsub|differences?|(binary )?cross[ -]entropy|likelihoods?",
+        r"sigmoid|log|subtract\w*|sub|rsub|differences?|(binary )?cross[ -]entropy|likelihoods?",
         rf"{INEXACT}|swallow|exactly|\b(0|1|zero|one)\b",
     ),
     misleading=NO_UPDATE,
