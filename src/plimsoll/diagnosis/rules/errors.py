@@ -424,13 +424,14 @@ class OperationInexact(Rule):
             share = _share(event)
             since = {name: _since(e) for e in reversed(events) for name in listed_in(e, "modules")}
             others = {2: "Another line does so too. "}.get(len(events), f"{len(events) - 1} other lines do so too. ")
+            shown = formats.upper().replace(" AND ", " and ")
             yield self.finding(
                 "warning",
                 [Spot(name=name, since_step=step, value=share) for name, step in since.items()],
                 {"cause": loss.cause, "place": place, "formats": formats, "share": share},
                 since_step=min(map(_since, events)),
                 until_step=max(view.last_step, event.step),
-                meaning=f"{loss.meaning.format(place=place, formats=formats, share=percent(share))}. "
+                meaning=f"{loss.meaning.format(place=place, formats=shown, share=percent(share))}. "
                 f"{others if len(events) > 1 else ''}The line is: {event.details.get('text')}",
                 advice=loss.advice,
             )
