@@ -230,14 +230,19 @@ class _Looks:
     found: bool = False
 
 
+def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the distance between neighbours in a floating dtype at each value."""
+    fmt = FORMATS[dtype]
+    exponent = (torch.frexp(x).exponent - 1 - fmt.mantissa_bits).clamp(min=fmt.quantum_exponent)
+    return torch.ldexp(torch.ones_like(x), exponent)
+
+
 def _coarse_moves(old: Tensor, new: Tensor) -> Tensor | None:
     """Return how many weights moved whose rounding is far above all updates, and how many of those away from zero."""
     if old.layout != torch.strided or not (old.is_contiguous() and new.is_contiguous()):
         return None
     before, after = (x.reshape(-1)[:_VALUES].float() for x in (old, new))
-    fmt = FORMATS[old.dtype]
-    exponent = (torch.frexp(before).exponent - 1 - fmt.mantissa_bits).clamp(min=fmt.quantum_exponent)
-    rounding, size = torch.ldexp(torch.ones_like(before), exponent), (after - before).abs()
+    rounding, size = spacing(before, old.dtype), (after - before).abs()
     fine = size >= _FINE * rounding
     largest = torch.where(fine, size, 0.0).amax() if before.numel() else before.sum()
     coarse = (rounding >= _COARSE * largest) & (before != 0) & (fine.sum() >= _FEWEST_FINE)

@@ -34,6 +34,7 @@ from plimsoll.watch.call_site import Place, look, owner_of
 from plimsoll.watch.hooks.autograd_graph import backward_running
 from plimsoll.watch.hooks.torch_hooks import has_compiler
 from plimsoll.watch.names import clean
+from plimsoll.watch.parameters.updates import spacing
 from plimsoll.watch.session import contained
 from plimsoll.watch.steps.wiring.checks import Fact, FollowedOptimizer, Training, TrainingCheck
 from plimsoll.watch.taps.compiled_taps import is_capturing
@@ -393,10 +394,8 @@ def _operands(call: _Call) -> list[Tensor]:
 
 
 def _spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the distance between neighbours in a floating dtype, at each value; 0 at zero, which is no rounding."""
-    info = torch.finfo(dtype)
-    spacing = torch.ldexp(torch.full_like(x, info.eps), x.frexp().exponent - 1)
-    return spacing.clamp(min=info.smallest_normal * info.eps) * (x != 0)
+    """Return the distance between neighbours in a floating dtype at each value; 0 at zero, which is no rounding."""
+    return spacing(x, dtype) * (x != 0)
 
 
 def _counted(lost: Tensor, judged: Tensor | int) -> Tensor:
@@ -420,17 +419,17 @@ def _differences(call: _Call) -> Tensor | None:
     found = [x.float() for x in _operands(call)[:2]]
     if not found:
         return None
-    spacing = torch.maximum(*(_spacing(x, dtype) for x, dtype in zip(found, formats, strict=True)))
+    distance = torch.maximum(*(_spacing(x, dtype) for x, dtype in zip(found, formats, strict=True)))
     size, difference = torch.maximum(*(x.abs() for x in found)), (found[0] - found[1]).abs()
     held = 2 ** (1 + min(FORMATS[dtype].mantissa_bits for dtype in narrow))
     is_exact = torch.stack([((x == x.round()) & (x.abs() <= held)).all() for x in found]).all()
     judged = (size > 0) & difference.isfinite() & ~is_exact
     own = (0.5 if call.result.requires_grad else 1.0) if is_mixed else 0.0  # of the distance, by its own rounding
-    clear = judged & (difference > own * spacing)
+    clear = judged & (difference > own * distance)
     judged = judged & (clear.sum() >= _SOME * judged.sum())
     differ = judged & (difference > 0)
-    is_near = (differ & (difference <= _NEAR * spacing)).sum() * 2 >= differ.sum()
-    return _counted(judged & (difference <= spacing) & is_near, judged)
+    is_near = (differ & (difference <= _NEAR * distance)).sum() * 2 >= differ.sum()
+    return _counted(judged & (difference <= distance) & is_near, judged)
 
 
 def _overflows(call: _Call) -> Tensor | None:
