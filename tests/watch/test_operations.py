@@ -37,6 +37,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 TIMES = 1_700_000_000 + torch.arange(256).reshape(32, 8)  # seconds
 BYTES = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
 WEIGHT = nn.Parameter(torch.linspace(1, 2, 256).reshape(32, 8))
+FROZEN = nn.Parameter(torch.full((32, 8), 300.0, dtype=BF16), requires_grad=False)
 PLACES = torch.arange(32 * 64).reshape(32, 64)
 
 
@@ -83,6 +84,11 @@ def kept_sum(added: Tensor, total: Tensor) -> Tensor:
     return (new - total) - added
 
 
+def large() -> Tensor:
+    """Numbers in BF16 that lie 2 apart."""
+    return torch.full((32, 8), 300.0, dtype=BF16)
+
+
 def at_random(x: Tensor) -> Tensor:
     """BF16, up or down by chance."""
     up = torch.randint(1 << 16, x.shape, dtype=torch.int32)
@@ -105,7 +111,25 @@ LOSSY: dict[str, tuple[str, Operation]] = {
     "a sum of codes": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).to(torch.int8).sum(1, dtype=torch.int8)),
     "codes that are added": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).char() + torch.tensor(100).char()),
     "pixels less their middle": ("wrap", lambda h, x: ((x.abs() * 90).clamp(max=255).byte() - 128).float()),
-    "codes that are not clamped": ("8 bits", lambda h, x: (100 * x).round().to(torch.int8)),
+    "codes that are not clamped": ("beyond the range", lambda h, x: (100 * x).round().to(torch.int8)),
+    "sound that is too loud": ("beyond the range", lambda h, x: torch.no_grad()(lambda: (4e4 * x).short())()),
+    "two sounds": ("wrap", lambda h, x: torch.full((32, 8), 30000).short() + torch.full((32, 8), 9000).short()),
+    "a picture as bytes": ("fractions", lambda h, x: x.sigmoid().byte()),
+    "soft targets as classes": ("fractions", lambda h, x: torch.no_grad()(lambda: x.sigmoid().long())()),
+    "times in FP16": ("infinite", lambda h, x: TIMES.half()),
+    "large numbers cast to FP16": ("infinite", lambda h, x: (1e6 + h).to(dtype=FP16)),
+    "the dtype of another tensor": ("infinite", lambda h, x: (1e6 + h).to(torch.zeros(3, dtype=FP16))),
+    "a cast without a copy": ("infinite", lambda h, x: (1e6 + h).to(FP16, copy=False)),
+    "a small temperature": ("infinite", lambda h, x: (1 + h.abs()).half() / 1e-6),
+    "one over small numbers": ("infinite", lambda h, x: (1e-7 + 1e-7 * x.abs()).half().reciprocal()),
+    "small numbers cast to FP16": ("zeros", lambda h, x: (1e-9 * h).half()),
+    "an epsilon that is added": ("epsilon", lambda h, x: (x > 0).half() + 1e-8),
+    "an epsilon as a bound": ("epsilon", lambda h, x: x.half().relu().clamp(min=1e-8)),
+    "what large sums are given": ("sums", lambda h, x: large().add_(x.to(BF16))),
+    "small parts for large sums": ("sums", lambda h, x: torch.no_grad()(lambda: large().add_(h + 9, alpha=0.01))()),
+    "an average that moves slowly": ("sums", lambda h, x: large().lerp_(x.to(BF16), 0.001)),
+    "counts of classes": ("sums", lambda h, x: large()[0, :4].index_add_(0, PLACES[0] % 4, torch.ones(64).to(BF16))),
+    "counts of places": ("sums", lambda h, x: large()[0].scatter_add_(0, PLACES[0, :99] % 8, torch.ones(99).to(BF16))),
 }
 SOUND: dict[str, Operation] = {
     "numbers in FP32": lambda h, x: (100 + h / 4) - (100 + x / 4),
@@ -156,6 +180,28 @@ SOUND: dict[str, Operation] = {
     "the rest of a picture": lambda h, x: 255 - (x.abs() * 90).clamp(max=255).byte(),
     "codes that are clamped": lambda h, x: (100 * x).round().clamp(-128, 127).to(torch.int8),
     "what a bound cuts off": lambda h, x: x.to(BF16) - x.to(BF16).clamp(-1, 1),
+    "one over a mask": lambda h, x: torch.where(x > 0, 1 / (x > 0).half(), 0.0),
+    "a quotient by name": lambda h, x: torch.div(x.abs().half(), other=(x > 0).half()),
+    "a sum that is zero": lambda h, x: torch.full((32, 8), -(2.0**-11)).half() + 2.0**-11,
+    "nodes without an edge": lambda h, x: (x > 0).half() ** -0.5,
+    "an epsilon that FP16 holds": lambda h, x: (x > 0).half() + 1e-6,
+    "an epsilon that nothing needs": lambda h, x: (1 + x.abs()).half() + 1e-8,
+    "an epsilon in BF16": lambda h, x: (x > 0).to(BF16) + 1e-8,
+    "a bound above": lambda h, x: x.half().relu().clamp(0, 1),
+    "a mask cast to FP16": lambda h, x: (-1e9 * (x > 0)).half(),
+    "small numbers beside normal ones, cast": lambda h, x: torch.cat([1e-9 * h, h]).half(),
+    "what sums of the same size are given": lambda h, x: x.to(BF16).add_(x.flip(0)),
+    "an epsilon for all sums": lambda h, x: large().add_(1e-3),
+    "zeros for large sums": lambda h, x: large().add_(torch.zeros(32, 8)),
+    "a branch that is small": lambda h, x: (300 * h).to(BF16).add_(1e-3 * x.to(BF16)),
+    "weights of a copy": lambda h, x: torch.no_grad()(lambda: FROZEN.add_(1e-3 * x))(),
+    "sums that take in the most": lambda h, x: large().add_(2 * x.to(BF16)),
+    "an average that moves": lambda h, x: large().lerp_(x.to(BF16), 0.1),
+    "counts of many places": lambda h, x: large().view(-1).index_add_(0, PLACES[0], torch.full((64,), 9.0).to(BF16)),
+    "a mask as classes": lambda h, x: (x > 0).float().long(),
+    "votes as classes": lambda h, x: x.sigmoid().round().long(),
+    "a class that is rare": lambda h, x: (x > 9).float().long(),
+    "cells of a grid": lambda h, x: (1.2 * x).long(),
     "packed nibbles": lambda h, x: ((x > 0).int() * 240 | 15).to(torch.uint8),
 }
 

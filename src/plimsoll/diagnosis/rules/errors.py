@@ -399,7 +399,7 @@ class OperationInexact(Rule):
     id = "operation-inexact"
     says = (
         "an operation of the script loses what it is given: a difference of nearly equal numbers, an angle too large "
-        "for its format, an overflow, whole numbers that wrap"
+        "for its format, an overflow, sums that take nothing in any more, whole numbers that wrap"
     )
     meaning = "An operation of the script loses what it is given."
     advice = "Compute it in FP32."
@@ -480,6 +480,21 @@ _LOSSES = {
         _TO_FP32,
         "Cast what goes into this operation to FP32.",
     ),
+    "epsilon": _Loss(
+        "with an epsilon that FP16 rounds to zero",
+        "{place} adds a number, or clamps at one, that FP16 rounds to zero, and {share} of the results are zero: a "
+        "quotient, a root or a logarithm of them is not protected",
+        "use an epsilon that FP16 holds, such as 1e-4",
+        "Cast to FP32 before this operation, or use an epsilon of 6e-5 or more: FP16 has few digits below it, and "
+        "nothing below 6e-8.",
+    ),
+    "sum": _Loss(
+        "sums that take nothing in any more",
+        "What {place} adds in place has no effect for {share} of the numbers: the sums ({formats}) are so much larger "
+        "that they are rounded back to what they were",
+        "keep these sums in FP32",
+        "Keep these sums (counts, averages, returns) in FP32, or round them at random.",
+    ),
     "angle": _Loss(
         "sines or cosines of numbers that are too large for their digits",
         "{place} takes the sine or cosine of numbers so large that neighbours in their format are 2 radians apart or "
@@ -502,10 +517,17 @@ _LOSSES = {
         "Cast to INT32, or to a floating format, before this operation.",
     ),
     "cast": _Loss(
-        "codes beyond the range of 8 bits",
-        "{place} casts numbers to 8-bit integers, and {share} of them are beyond their range: they wrap, or worse",
+        "numbers beyond the range of the integers they are cast to",
+        "{place} casts numbers to integers, and {share} of them are beyond their range: they wrap, or worse",
         "clamp before the cast",
         "Clamp before the cast, or choose the scale by the largest value.",
+    ),
+    "fraction": _Loss(
+        "whole numbers from fractions, nearly all of them zero",
+        "{place} casts numbers to integers, and {share} of those that are not zero become zero: they lie between -1 "
+        "and 1, and the cast cuts fractions off",
+        "scale before the cast",
+        "Multiply by the scale of the integers before the cast (255 for a picture), and round.",
     ),
 }
 

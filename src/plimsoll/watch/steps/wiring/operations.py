@@ -1,9 +1,10 @@
 """Check of the script's own operations in a few whole steps: those that lose what they are given.
 
 - Differences of 16-bit numbers that are equal but for their last digit.
-- Products and sums in FP16 that are infinite, or zero, although what goes in is neither.
+- Products, quotients, sums and casts in FP16 that are infinite, or zero, although what goes in is neither.
+- Sums in place of 16-bit numbers that are too large to take what is added.
 - Sines and remainders of numbers so large that their neighbours are turns apart.
-- Whole numbers that wrap.
+- Whole numbers that wrap, or are zero since a cast cuts fractions off.
 
 A module's output may look sound while a number inside of it has no digit left. Such operations are most often written
 out in a script, and the modules and functions of torch take care of theirs. So a `TorchFunctionMode` receives each
@@ -50,8 +51,10 @@ _SOME = 1 / 64  # of the differences are not zero
 _NEAR = 4  # distances between neighbours: half of the differences that are not zero are no larger
 _APART = 2.0  # radians between neighbours: which angle it was, is then left to rounding
 _FP16_NORMAL = 2.0**-14  # where all results are smaller, what became zero does not only look small beside them
-_WIDENING = ("float", "to", "type", "type_as")  # functions that may make FP32 numbers of 16-bit ones
+_FP16_LEAST = 2.0**-25  # this and less is rounded to zero
+_CASTS = ("to", "type", "type_as", "float", "half", "byte", "char", "short", "int", "long")  # functions
 _BETWEEN = ("overrides.py", "_tensor.py", "functional.py")  # files of torch between its function and who calls it
+_NARROW = (torch.int8, torch.uint8, torch.int16)  # whole numbers that are easily too large for them
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 _Arguments = tuple[Any, ...]
@@ -61,13 +64,15 @@ class _Call(NamedTuple):
     """An operation that has returned.
 
     Attributes:
+        name: Of the function, of operators without underscores.
         func: The function of torch.
-        arguments: Those by place.
+        arguments: Those by place; of a cast, what is cast.
         keywords: Those by name.
         result: What it has returned.
         formats: The dtype of each argument that is a tensor: the narrow one, of a number that was widened before.
     """
 
+    name: str
     func: Any
     arguments: _Arguments
     keywords: Mapping[str, Any]
@@ -92,6 +97,7 @@ class _Kind(NamedTuple):
         look: Returns two numbers: values that are lost, and values that are judged. None: it does not apply.
         share: Of the values that are judged.
         least: Number of them.
+        anywhere: Whether it is looked for under `no_grad`, too. There many differences and tables are only looked at.
     """
 
     functions: tuple[str, ...]
@@ -99,6 +105,7 @@ class _Kind(NamedTuple):
     look: Callable[[_Call], Tensor | None]
     share: float = 0.0
     least: int = 1
+    anywhere: bool = False
 
 
 class _Site(NamedTuple):
@@ -206,24 +213,27 @@ class Operations(TrainingCheck):
             last = None
         if last is not None and name == "detach":  # x + (rounded - x).detach(): straight through
             self._forget(last.site)
-        elif name in _WIDENING and isinstance(args[0], Tensor):
+        elif name in _CASTS and isinstance(args[0], Tensor):
             if args[0].dtype in SIXTEEN_BIT:
                 step.widened[id(result)] = weakref.ref(result), args[0].dtype
             elif last is not None and last.call is not None and result.is_floating_point():
                 self._look_at(last.site, last.call)
         if name in _BY_FUNCTION and _can_be_read(result) and (script := _frame_of_script(frame)) is not None:
-            formats = [step.format_of(x) for x in args if isinstance(x, Tensor)]
-            call = _Call(func, args, keywords, result, formats)
+            given = args[:1] if name in _CASTS else args
+            formats = [step.format_of(x) for x in given if isinstance(x, Tensor)]
+            call = _Call(name, func, given, keywords, result, formats)
             for kind in _BY_FUNCTION[name]:
                 site = _Site(script.f_code.co_filename, script.f_lineno, script.f_lasti, kind)
                 self._meet(site, call, "" if last is None else last.site.kind)
 
     # Unsigned bytes wrap on purpose: in hashes, checksums, hues, and differences of which `where` takes the right one.
     # So those alone are looked at that become floating numbers at once. The difference of a difference is what a sum
-    # has rounded away, to be added later: `(new - old) - added`.
+    # has rounded away, to be added later: `(new - old) - added`. Much may be added to few counts.
     def _meet(self, site: _Site, call: _Call, before: str) -> None:
-        compensates = site.kind == before == "difference"
-        if compensates or call.result.dtype not in _KINDS[site.kind].results or not self._step.is_due(site):
+        kind, compensates = _KINDS[site.kind], site.kind == before == "difference"
+        if call.result.dtype not in kind.results or (call.result.numel() < _FEWEST and site.kind != "sum"):
+            return
+        if compensates or not (kind.anywhere or torch.is_grad_enabled()) or not self._step.is_due(site):
             return
         waits = site.kind == "wrap" and call.result.dtype == torch.uint8
         if not waits:
@@ -350,10 +360,10 @@ def _only_devices() -> bool:
 
 
 def _can_be_read(result: Tensor) -> bool:
-    """Return True for a result of enough values in plain memory, outside of backwards, transforms and `no_grad`."""
-    if result.numel() < _FEWEST or result.layout != torch.strided or result.is_meta or result.is_inference():
+    """Return True for a result in plain memory, outside of backwards and transforms."""
+    if result.layout != torch.strided or result.is_meta or result.is_inference():
         return False
-    return torch.is_grad_enabled() and backward_running() == -1 and not is_transformed() and not is_capturing()
+    return backward_running() == -1 and not is_transformed() and not is_capturing()
 
 
 def _frame_of_script(frame: FrameType | None) -> FrameType | None:
@@ -382,12 +392,13 @@ def _some(*tensors: Tensor) -> list[Tensor]:
 
 def _operands(call: _Call) -> list[Tensor]:
     """Return values of two operands and of the result at the same places; none unless there are two."""
-    arguments, result = call.arguments, call.result
+    result = call.result
     given = [
         x if isinstance(x, Tensor) else torch.full((), x, device=result.device)
-        for x in (arguments * 2 if len(arguments) == 1 else arguments)  # of a square
-        if isinstance(x, Tensor | int | float)
+        for x in (*call.arguments, *call.keywords.values())
+        if isinstance(x, Tensor | int | float) and not isinstance(x, bool)
     ]
+    given = given * 2 if len(given) == 1 else given  # of a square, a cast, a reciprocal
     if len(given) != 2 or any(type(x) not in _PLAIN or (x.device != result.device and x.dim()) for x in given):
         return []
     return _some(*(x.to(result.device).broadcast_to(result.shape) for x in given), result)
@@ -432,15 +443,24 @@ def _differences(call: _Call) -> Tensor | None:
     return _counted(judged & (difference <= distance) & is_near, judged)
 
 
+def _numbers(call: _Call) -> list[float]:
+    """Return the arguments that are numbers of Python."""
+    return [x for x in (*call.arguments, *call.keywords.values()) if type(x) in (int, float)]
+
+
 def _overflows(call: _Call) -> Tensor | None:
-    tensors = [x.detach() for x in call.arguments if isinstance(x, Tensor)]
-    largest = torch.finfo(torch.float16).max
-    beyond = any(isinstance(x, int | float) and abs(x) > largest for x in call.arguments)
-    if not tensors or beyond or any(x.numel() > _MOST_AGAIN for x in tensors):
+    if any(abs(x) > torch.finfo(torch.float16).max for x in _numbers(call)):
         return None
-    is_finite = torch.stack([x.isfinite().all() for x in tensors]).all()
-    (values,) = _some(call.result)
-    return _counted(values.isposinf() & is_finite, values.numel())  # masks are of negative ones
+    tensors = [x.detach() for x in call.arguments if isinstance(x, Tensor)]
+    if call.name in _SUMMING:
+        if not tensors or any(x.numel() > _MOST_AGAIN for x in tensors):
+            return None
+        (result,), is_finite = _some(call.result), torch.stack([x.isfinite().all() for x in tensors]).all()
+    elif found := _operands(call):
+        result, is_finite = found[2], torch.stack([x.isfinite() & (x != 0) for x in found[:2]]).all(dim=0)
+    else:
+        return None
+    return _counted(result.isposinf() & is_finite, result.numel())  # masks are of negative ones
 
 
 def _underflows(call: _Call) -> Tensor | None:
@@ -449,6 +469,37 @@ def _underflows(call: _Call) -> Tensor | None:
         return None
     judged = (found[0] != 0) & (found[1] != 0)
     return _counted(judged & (found[2] == 0) & (found[2].abs().amax() < _FP16_NORMAL), judged)
+
+
+# As it is added where a divisor may be zero, it is missed there, and only there.
+def _epsilons(call: _Call) -> Tensor | None:
+    if not any(0 < x <= _FP16_LEAST for x in _numbers(call)):
+        return None
+    (result,) = _some(call.result)
+    return _counted(result == 0, result.numel())
+
+
+# What is added once more, now to the sum that holds it, shows whether it made a difference the first time. Weights and
+# their copies have rules of their own.
+def _swallowed(call: _Call) -> Tensor | None:
+    total = call.result.detach()
+    match call.name, call.arguments:
+        case "iadd" | "add_", (_, Tensor() as added):
+            pass
+        case "lerp_", (_, Tensor() as end, weight):
+            added = weight * (end - total.float())
+        case "index_add_", (_, int(axis), Tensor() as index, Tensor() as added):
+            total = total.index_select(axis, index)
+        case "scatter_add_", (_, int(axis), Tensor() as index, Tensor() as added):
+            total, added = total.gather(axis, index), added[tuple(map(slice, index.shape))]
+        case _:
+            return None
+    if call.result.requires_grad or isinstance(call.arguments[0], nn.Parameter) or type(added) not in _PLAIN:
+        return None
+    total, added = (x.float() for x in _some(total, added.to(total.device).broadcast_to(total.shape)))
+    added = added * call.keywords.get("alpha", 1)
+    judged = (added != 0) & added.isfinite() & total.isfinite()
+    return _counted(judged & ((total + added).to(call.result.dtype) == total), judged)
 
 
 def _angles(call: _Call) -> Tensor | None:
@@ -477,27 +528,38 @@ def _wraps(call: _Call) -> Tensor | None:
 
 
 def _casts(call: _Call) -> Tensor | None:
+    x, info = _to_whole(call), torch.iinfo(call.result.dtype)
+    return None if x is None else _counted((x.trunc() > info.max) | (x.trunc() < info.min), x.numel())
+
+
+def _fractions(call: _Call) -> Tensor | None:
+    x = _to_whole(call)
+    return None if x is None else _counted((x != 0) & (x.abs() < 1), x != 0)
+
+
+def _to_whole(call: _Call) -> Tensor | None:
     given = call.arguments[0]
-    if not isinstance(given, Tensor) or not given.is_floating_point():
-        return None
-    x = _some(given)[0].float().trunc()
-    info = torch.iinfo(call.result.dtype)
-    return _counted((x > info.max) | (x < info.min), x.numel())
+    return _some(given)[0].float() if isinstance(given, Tensor) and given.is_floating_point() else None
 
 
 _PRODUCTS = ("mul", "rmul", "multiply", "square", "pow")
+_QUOTIENTS = ("div", "truediv", "rtruediv", "rdiv", "divide", "reciprocal", "rsqrt")
 _SUMS = ("add", "sum", "cumsum")
-# What is written in place (`sub_`) has lost its operand. Half of the values is more than chance leaves near zero or a
+_SUMMING = ("sum", "cumsum", "matmul", "bmm", "mm", "einsum")  # not value by value
+# A difference in place (`sub_`) has lost its operand. Half of the values is more than chance leaves near zero or a
 # bound. Angles beyond their digits are the first columns of a table whose others are small. What kernels and
-# activations let go to infinity in FP16 are single values. No code may wrap.
+# activations let go to infinity in FP16 are single values. No code may wrap. Places on a grid may be in its first cell.
 _KINDS = {
     "difference": _Kind(("sub", "rsub", "subtract"), FLOATING, _differences, 0.5, 8),
-    "overflow": _Kind((*_PRODUCTS, *_SUMS, "matmul", "bmm", "mm", "einsum"), (torch.float16,), _overflows, 0.02),
-    "underflow": _Kind(_PRODUCTS, (torch.float16,), _underflows, 0.5, 8),
+    "overflow": _Kind((*_PRODUCTS, *_QUOTIENTS, *_SUMMING, "add", *_CASTS), (torch.float16,), _overflows, 0.02),
+    "underflow": _Kind((*_PRODUCTS, *_CASTS), (torch.float16,), _underflows, 0.5, 8),
+    "epsilon": _Kind(("add", "radd", "clamp", "clamp_min", "clip"), (torch.float16,), _epsilons),
+    "sum": _Kind(("iadd", "add_", "lerp_", "index_add_", "scatter_add_"), SIXTEEN_BIT, _swallowed, 0.5, 8, True),
     "angle": _Kind(("sin", "cos", "polar"), (*FLOATING, torch.complex64), _angles, 0.01, 8),
     "remainder": _Kind(("remainder", "fmod"), FLOATING, _remainders, 0.5, 8),
-    "wrap": _Kind((*_SUMS, "sub", "rsub", "mul", "rmul"), (torch.int8, torch.uint8), _wraps),
-    "cast": _Kind(("to", "type", "byte", "char"), (torch.int8, torch.uint8), _casts),
+    "wrap": _Kind((*_SUMS, "sub", "rsub", "mul", "rmul"), _NARROW, _wraps),
+    "cast": _Kind(_CASTS, _NARROW, _casts, anywhere=True),
+    "fraction": _Kind(_CASTS, (*_NARROW, torch.int32, torch.int64), _fractions, 0.98, 8, True),
 }
 _BY_FUNCTION = {
     name: [kind for kind, of in _KINDS.items() if name in of.functions]
