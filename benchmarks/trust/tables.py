@@ -70,7 +70,7 @@ def results_of(verdicts: Sequence[Verdict]) -> Results:
 def _healthy(results: Results, sound: Sequence[Verdict], left: Sequence[Verdict]) -> None:
     of_due = f"{len(sound) + len(left)} of {sum(1 for _ in cases('healthy'))} runs are recorded"
     note = f"{GOAL} {len({v.kind for v in sound})} kinds; {of_due}. Left out, as their training did not do what it "
-    note += f"should: {len(left)} runs{''.join(f'; {v.kind}-{v.precision}-{v.seed}' for v in left)}."
+    note += f"should: {', '.join(f'{v.kind}-{v.precision}-{v.seed}' for v in left) or 'none'}."
     results.add("Healthy runs", note, [{"part": n} | rates([v for v in sound if of(v)]) for n, of in PARTS])
     precisions = [{"precision": p} | rates([v for v in sound if v.precision == p]) for p in ("fp32", "bf16", "fp16")]
     results.add("Healthy runs, by precision", "FP16 is emulated, with a loss scaler.", precisions)
