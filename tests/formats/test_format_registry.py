@@ -43,6 +43,7 @@ ALLOWED = {
     "report/figures/audit.py": "the columns of an audit",
     "unit/auditing": "the columns of an audit",
     "watch/shadow/replay.py": "methods of tensors",
+    "watch/steps/wiring/operations.py": "torch's functions that cast",
 }
 
 

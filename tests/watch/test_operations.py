@@ -1,7 +1,9 @@
 """Operations of a script that lose what they are given, and what listening to them leaves as it was."""
 
 import contextlib
+import itertools
 import multiprocessing
+import operator
 import os
 import subprocess
 import sys
@@ -37,6 +39,8 @@ BF16, FP16 = torch.bfloat16, torch.float16
 TIMES = 1_700_000_000 + torch.arange(256).reshape(32, 8)  # seconds
 BYTES = torch.arange(256, dtype=torch.uint8).reshape(32, 8)
 WEIGHT = nn.Parameter(torch.linspace(1, 2, 256).reshape(32, 8))
+REST = torch.zeros(32, 8, dtype=BF16)
+KEPT = itertools.cycle([torch.zeros(32, 8, dtype=BF16) for _ in range(32)])
 FROZEN = nn.Parameter(torch.full((32, 8), 300.0, dtype=BF16), requires_grad=False)
 PLACES = torch.arange(32 * 64).reshape(32, 64)
 
@@ -50,8 +54,12 @@ class Scripted(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         h = self.linear(x)
-        extra = self.operation(h, x).float()
-        return h + torch.where(extra.isfinite(), extra, 0.0).mean().tanh()
+        return h + usable(self.operation(h, x)).tanh()
+
+
+def usable(x: Tensor) -> Tensor:
+    x = x.float()
+    return torch.where(x.isfinite(), x, 0.0).mean()
 
 
 def found(path: Path, operation: Operation, steps: int = 10) -> list[Finding]:
@@ -85,8 +93,17 @@ def kept_sum(added: Tensor, total: Tensor) -> Tensor:
 
 
 def large() -> Tensor:
-    """Numbers in BF16 that lie 2 apart."""
-    return torch.full((32, 8), 300.0, dtype=BF16)
+    """Numbers in BF16 that lie 2 apart, in memory of earlier steps."""
+    return next(KEPT).fill_(300.0)
+
+
+def compensated(added: Tensor) -> Tensor:
+    """Kahan's sum in place."""
+    total, rest = large(), REST
+    rest.add_(added)
+    old = total.clone()
+    total.add_(rest)
+    return rest.add_(old.sub_(total))
 
 
 def at_random(x: Tensor) -> Tensor:
@@ -112,10 +129,8 @@ LOSSY: dict[str, tuple[str, Operation]] = {
     "codes that are added": ("wrap", lambda h, x: (40 * x).round().clamp(-127, 127).char() + torch.tensor(100).char()),
     "pixels less their middle": ("wrap", lambda h, x: ((x.abs() * 90).clamp(max=255).byte() - 128).float()),
     "codes that are not clamped": ("beyond the range", lambda h, x: (100 * x).round().to(torch.int8)),
-    "sound that is too loud": ("beyond the range", lambda h, x: torch.no_grad()(lambda: (4e4 * x).short())()),
-    "two sounds": ("wrap", lambda h, x: torch.full((32, 8), 30000).short() + torch.full((32, 8), 9000).short()),
+    "sound that is too loud": ("beyond the range", lambda h, x: torch.no_grad()(lambda: (4e4 * x).short() / 2)()),
     "a picture as bytes": ("fractions", lambda h, x: x.sigmoid().byte()),
-    "soft targets as classes": ("fractions", lambda h, x: torch.no_grad()(lambda: x.sigmoid().long())()),
     "times in FP16": ("infinite", lambda h, x: TIMES.half()),
     "large numbers cast to FP16": ("infinite", lambda h, x: (1e6 + h).to(dtype=FP16)),
     "the dtype of another tensor": ("infinite", lambda h, x: (1e6 + h).to(torch.zeros(3, dtype=FP16))),
@@ -128,8 +143,8 @@ LOSSY: dict[str, tuple[str, Operation]] = {
     "what large sums are given": ("sums", lambda h, x: large().add_(x.to(BF16))),
     "small parts for large sums": ("sums", lambda h, x: torch.no_grad()(lambda: large().add_(h + 9, alpha=0.01))()),
     "an average that moves slowly": ("sums", lambda h, x: large().lerp_(x.to(BF16), 0.001)),
-    "counts of classes": ("sums", lambda h, x: large()[0, :4].index_add_(0, PLACES[0] % 4, torch.ones(64).to(BF16))),
-    "counts of places": ("sums", lambda h, x: large()[0].scatter_add_(0, PLACES[0, :99] % 8, torch.ones(99).to(BF16))),
+    "an average that can only stay": ("sums", lambda h, x: large().mul_(0.999).add_(x.to(BF16), alpha=0.001)),
+    "counts of a class": ("sums", lambda h, x: [operator.iadd(large()[0], torch.ones(8)) for _ in "ab"].pop()),
 }
 SOUND: dict[str, Operation] = {
     "numbers in FP32": lambda h, x: (100 + h / 4) - (100 + x / 4),
@@ -182,6 +197,17 @@ SOUND: dict[str, Operation] = {
     "what a bound cuts off": lambda h, x: x.to(BF16) - x.to(BF16).clamp(-1, 1),
     "one over a mask": lambda h, x: torch.where(x > 0, 1 / (x > 0).half(), 0.0),
     "a quotient by name": lambda h, x: torch.div(x.abs().half(), other=(x > 0).half()),
+    "marks beyond FP16": lambda h, x: ((x > 0) * 1e9).half(),
+    "a power that is bounded": lambda h, x: (1e-3 * x.abs()).half().pow(-2).clamp(max=9),
+    "a bound near zero": lambda h, x: x.half().relu().clamp(max=1e-9),
+    "a sum that FP16 keeps in the graph": lambda h, x: h + h.half() * 1e-9,
+    "a hash in INT8": lambda h, x: (BYTES.char() * 31 + BYTES.flip(0).char()) & 15,
+    "FP8 codes": lambda h, x: x.to(torch.float8_e4m3fn).half(),
+    "sparse sums": lambda h, x: large().add_((x > 1).to(BF16).to_sparse()),
+    "sparse products": lambda h, x: (x > 1).half().to_sparse() @ torch.ones(8, 8).half(),
+    "sequences of unlike lengths": lambda h, x: torch.nested.nested_tensor([x[:9], x[9:]]).half().unbind()[0],
+    "arguments by name": lambda h, x: torch.remainder(input=TIMES.float(), other=torch.tensor(60.0)),
+    "the dtype of another tensor by name": lambda h, x: x.type_as(other=torch.zeros(3, dtype=FP16)),
     "a sum that is zero": lambda h, x: torch.full((32, 8), -(2.0**-11)).half() + 2.0**-11,
     "nodes without an edge": lambda h, x: (x > 0).half() ** -0.5,
     "an epsilon that FP16 holds": lambda h, x: (x > 0).half() + 1e-6,
@@ -197,7 +223,17 @@ SOUND: dict[str, Operation] = {
     "weights of a copy": lambda h, x: torch.no_grad()(lambda: FROZEN.add_(1e-3 * x))(),
     "sums that take in the most": lambda h, x: large().add_(2 * x.to(BF16)),
     "an average that moves": lambda h, x: large().lerp_(x.to(BF16), 0.1),
-    "counts of many places": lambda h, x: large().view(-1).index_add_(0, PLACES[0], torch.full((64,), 9.0).to(BF16)),
+    "sums by name": lambda h, x: large().add_(other=x.to(BF16)),
+    "an average with weights of its own": lambda h, x: large().lerp_(x.to(BF16), torch.full((32, 8), 0.1).to(BF16)),
+    "an average that decays": lambda h, x: large().mul_(0.9).add_(x.to(BF16), alpha=0.1),
+    "an average that has arrived": lambda h, x: large().lerp_((300 + 2 * x).to(BF16), 0.1),
+    "what Kahan's sum in place is given": lambda h, x: compensated(x.to(BF16)),
+    "a sum of this step": lambda h, x: (300 + x).to(BF16).add_(0.1 * x.to(BF16)),
+    "one number for many sums": lambda h, x: large().add_(torch.tensor(1e-3)),
+    "a picture with stars": lambda h, x: (x.sigmoid() + (PLACES[:, :8] == 1)).byte(),
+    "phases in INT16": lambda h, x: PLACES[:, :8].short() * 400 - 30000,
+    "a dark picture": lambda h, x: (0.4 * x.sigmoid()).byte(),
+    "hours of a day": lambda h, x: x.sigmoid().long(),
     "a mask as classes": lambda h, x: (x > 0).float().long(),
     "votes as classes": lambda h, x: x.sigmoid().round().long(),
     "a class that is rare": lambda h, x: (x > 9).float().long(),
@@ -223,9 +259,13 @@ def test_each_way_to_lose_values_has_its_words_and_a_case() -> None:
     assert all(any(cause in loss.cause for cause, _ in LOSSY.values()) for loss in errors._LOSSES.values())
 
 
-@each("name", SOUND)
-def test_a_sound_operation_is_not(name: str, tmp_path: Path) -> None:
-    assert not found(tmp_path / name, SOUND[name])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")  # torch's own, while they are strided
+@each("names", [list(SOUND)[first : first + 10] for first in range(0, len(SOUND), 10)])
+def test_sound_operations_are_not(names: list[str], tmp_path: Path) -> None:
+    def operations_of_all(h: Tensor, x: Tensor) -> Tensor:
+        return torch.stack([usable(SOUND[name](h, x)) for name in names])
+
+    assert not [finding.meaning for finding in found(tmp_path / names[0], operations_of_all)]
 
 
 def test_what_is_lost_in_one_of_two_steps_may_be_chance(tmp_path: Path) -> None:
@@ -425,7 +465,7 @@ optimizer = torch.optim.Adam(model.parameters())
 with pl.watch(model, optimizer, run=sys.argv[1], quiet=True):
     for _ in range(10):
         optimizer.zero_grad()
-        ((300 + model(torch.randn(32, 8))).half() ** 2).clamp(max=1).float().mean().backward()
+        ((300 + model(torch.randn(32, 8))).half() ** 2).tanh().float().mean().backward()
         optimizer.step()
 print([finding.evidence.get("place") for finding in pl.diagnose(sys.argv[1])])
 """

@@ -52,9 +52,10 @@ _NEAR = 4  # distances between neighbours: half of the differences that are not 
 _APART = 2.0  # radians between neighbours: which angle it was, is then left to rounding
 _FP16_NORMAL = 2.0**-14  # where all results are smaller, what became zero does not only look small beside them
 _FP16_LEAST = 2.0**-25  # this and less is rounded to zero
-_CASTS = ("to", "type", "type_as", "float", "half", "byte", "char", "short", "int", "long")  # functions
+_ARRIVED = 16  # distances between neighbours: an average is no further from what it follows
+_CASTS = ("to", "type", "type_as", "float", "half", "byte", "char", "short")  # functions
 _BETWEEN = ("overrides.py", "_tensor.py", "functional.py")  # files of torch between its function and who calls it
-_NARROW = (torch.int8, torch.uint8, torch.int16)  # whole numbers that are easily too large for them
+_BYTES = (torch.int8, torch.uint8)
 _PLAIN = (Tensor, nn.Parameter, nn.Buffer)
 
 _Arguments = tuple[Any, ...]
@@ -81,11 +82,12 @@ class _Call(NamedTuple):
 
 
 class _Last(NamedTuple):
-    """The last operation, until the next one: its result and its site; the call, if it was not looked at yet."""
+    """The last operation, until the next one: its result and its site; call and place, if it was not looked at yet."""
 
     result: "weakref.ref[Tensor]"
     site: "_Site"
     call: _Call | None
+    place: Place | None
 
 
 class _Kind(NamedTuple):
@@ -97,6 +99,7 @@ class _Kind(NamedTuple):
         look: Returns two numbers: values that are lost, and values that are judged. None: it does not apply.
         share: Of the values that are judged.
         least: Number of them.
+        undone: Functions that make good for it, if the next one takes the result.
         anywhere: Whether it is looked for under `no_grad`, too. There many differences and tables are only looked at.
     """
 
@@ -105,6 +108,7 @@ class _Kind(NamedTuple):
     look: Callable[[_Call], Tensor | None]
     share: float = 0.0
     least: int = 1
+    undone: tuple[str, ...] = ()
     anywhere: bool = False
 
 
@@ -146,11 +150,30 @@ class _Listened:
         self.calls: Counter[_Site] = Counter()
         self.widened: dict[int, tuple[weakref.ref[Tensor], torch.dtype]] = {}  # by identity: what came from 16 bits
         self.last: _Last | None = None
+        self.new: set[int] = set()  # memory of results
+        self.decayed: set[int] = set()  # memory of what was multiplied in place by less than 1
 
     def format_of(self, x: Tensor) -> torch.dtype:
         """Return a tensor's dtype, or the narrow one that it was widened from."""
         ref, dtype = self.widened.get(id(x), (None, x.dtype))
         return dtype if ref is not None and ref() is x and x.dtype == torch.float32 else x.dtype
+
+    def note(self, name: str, args: _Arguments, tensors: list[Tensor], result: Tensor) -> None:
+        """Note 16-bit results whose memory is new, and those that were made smaller in place."""
+        if result.dtype not in SIXTEEN_BIT:
+            return
+        memory = _memory(result)
+        if name in ("mul_", "imul"):
+            least = 0.5 * 2.0 ** -FORMATS[result.dtype].mantissa_bits  # a smaller change may be rounded away
+            if not (len(args) > 1 and isinstance(args[1], float) and abs(args[1]) > 1 - least):
+                self.decayed.add(memory)
+        elif all(_memory(x) != memory for x in tensors):
+            self.new.add(memory)
+
+    def keeps(self, total: Tensor) -> bool:
+        """Return True for a tensor of earlier steps that nothing but sums has changed in this one."""
+        memory = _memory(total)
+        return memory not in self.new and memory not in self.decayed
 
     def is_due(self, site: _Site) -> bool:
         """Return True at the first calls of an operation in a loop, and at calls 8, 16, 32 and so on."""
@@ -209,44 +232,51 @@ class Operations(TrainingCheck):
         step, name = self._step, str(getattr(func, "__name__", ""))
         name = name[2:-2] if name.startswith("__") and name.endswith("__") else name
         last, step.last = step.last, None
-        if last is not None and (not args or args[0] is not last.result()):
+        tensors = [x for x in (*args, *keywords.values()) if isinstance(x, Tensor)]
+        if last is not None and not any(x is last.result() for x in tensors):
             last = None
-        if last is not None and name == "detach":  # x + (rounded - x).detach(): straight through
+        if not _can_be_read(result, *tensors):
+            return
+        if last is not None and name in _KINDS[last.site.kind].undone:
             self._forget(last.site)
-        elif name in _CASTS and isinstance(args[0], Tensor):
-            if args[0].dtype in SIXTEEN_BIT:
-                step.widened[id(result)] = weakref.ref(result), args[0].dtype
-            elif last is not None and last.call is not None and result.is_floating_point():
-                self._look_at(last.site, last.call)
-        if name in _BY_FUNCTION and _can_be_read(result) and (script := _frame_of_script(frame)) is not None:
-            given = args[:1] if name in _CASTS else args
-            formats = [step.format_of(x) for x in given if isinstance(x, Tensor)]
-            call = _Call(name, func, given, keywords, result, formats)
+        elif last is not None and last.call is not None and result.is_floating_point():
+            self._look_at(last.site, last.call, last.place)
+        step.note(name, args, tensors, result)
+        if name in _CASTS and tensors:
+            args, keywords, tensors = args[:1], {}, tensors[:1]
+            if tensors[0].dtype in SIXTEEN_BIT:
+                step.widened[id(result)] = weakref.ref(result), tensors[0].dtype
+        if name in _BY_FUNCTION and (script := _frame_of_script(frame)) is not None:
+            call = _Call(name, func, args, keywords, result, [step.format_of(x) for x in tensors])
             for kind in _BY_FUNCTION[name]:
                 site = _Site(script.f_code.co_filename, script.f_lineno, script.f_lasti, kind)
                 self._meet(site, call, "" if last is None else last.site.kind)
 
-    # Unsigned bytes wrap on purpose: in hashes, checksums, hues, and differences of which `where` takes the right one.
-    # So those alone are looked at that become floating numbers at once. The difference of a difference is what a sum
+    # Whole numbers wrap on purpose in hashes, checksums, hues, and differences of which `where` takes the right one. So
+    # those alone are looked at of which floating numbers are made at once. The difference of a difference is what a sum
     # has rounded away, to be added later: `(new - old) - added`. Much may be added to few counts.
     def _meet(self, site: _Site, call: _Call, before: str) -> None:
         kind, compensates = _KINDS[site.kind], site.kind == before == "difference"
         if call.result.dtype not in kind.results or (call.result.numel() < _FEWEST and site.kind != "sum"):
             return
-        if compensates or not (kind.anywhere or torch.is_grad_enabled()) or not self._step.is_due(site):
+        if compensates or not (kind.anywhere or torch.is_grad_enabled()):
             return
-        waits = site.kind == "wrap" and call.result.dtype == torch.uint8
-        if not waits:
+        if (site.kind == "sum" and not self._step.keeps(call.result)) or not self._step.is_due(site):
+            return
+        if site.kind == "wrap":
+            self._step.last = _Last(weakref.ref(call.result), site, call, look())
+        else:
             self._look_at(site, call)
-        self._step.last = _Last(weakref.ref(call.result), site, call if waits else None)
+            if kind.undone:
+                self._step.last = _Last(weakref.ref(call.result), site, None, None)
 
-    def _look_at(self, site: _Site, call: _Call) -> None:
+    def _look_at(self, site: _Site, call: _Call, place: Place | None = None) -> None:
         with torch.no_grad(), as_written(call.result.device.type):
             counted = _KINDS[site.kind].look(call)
         if counted is not None:
             if site not in self._seen:
                 names = [FORMATS[x].name if x in FORMATS else str(x).removeprefix("torch.") for x in call.formats]
-                self._seen[site] = _Seen(look(), " and ".join(dict.fromkeys(names)))
+                self._seen[site] = _Seen(place or look(), " and ".join(dict.fromkeys(names)))
             self._seen[site].looks.append(DeviceValue(counted))
 
     def _forget(self, site: _Site) -> None:
@@ -359,11 +389,18 @@ def _only_devices() -> bool:
     return all(isinstance(mode, DeviceContext) for mode in stack)
 
 
-def _can_be_read(result: Tensor) -> bool:
-    """Return True for a result in plain memory, outside of backwards and transforms."""
-    if result.layout != torch.strided or result.is_meta or result.is_inference():
-        return False
+def _can_be_read(*tensors: Tensor) -> bool:
+    """Return True for plain tensors that torch computes with, outside of backwards and transforms."""
+    for x in tensors:
+        if type(x) not in _PLAIN or x.layout != torch.strided or x.is_nested or x.is_meta or x.is_inference():
+            return False
+        if x.is_floating_point() and x.dtype not in FLOATING:
+            return False
     return backward_running() == -1 and not is_transformed() and not is_capturing()
+
+
+def _memory(x: Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 def _frame_of_script(frame: FrameType | None) -> FrameType | None:
@@ -457,15 +494,22 @@ def _overflows(call: _Call) -> Tensor | None:
             return None
         (result,), is_finite = _some(call.result), torch.stack([x.isfinite().all() for x in tensors]).all()
     elif found := _operands(call):
-        result, is_finite = found[2], torch.stack([x.isfinite() & (x != 0) for x in found[:2]]).all(dim=0)
+        *given, result = found
+        is_finite = torch.stack([x.isfinite() & (x != 0) for x in given]).all(dim=0)
+        is_finite &= torch.stack([_varies(x, result.isposinf() & is_finite) for x in given]).any()
     else:
         return None
     return _counted(result.isposinf() & is_finite, result.numel())  # masks are of negative ones
 
 
+def _varies(x: Tensor, where: Tensor) -> Tensor:
+    x = x.float()
+    return x.masked_fill(~where, -math.inf).amax() > x.masked_fill(~where, math.inf).amin()
+
+
 def _underflows(call: _Call) -> Tensor | None:
     found = _operands(call) if call.result.requires_grad else []  # else it may be the end of a table of powers
-    if not found:
+    if not found or any(0 < abs(x) <= _FP16_LEAST for x in _numbers(call)):  # to keep an unused result in the graph
         return None
     judged = (found[0] != 0) & (found[1] != 0)
     return _counted(judged & (found[2] == 0) & (found[2].abs().amax() < _FP16_NORMAL), judged)
@@ -473,38 +517,32 @@ def _underflows(call: _Call) -> Tensor | None:
 
 # As it is added where a divisor may be zero, it is missed there, and only there.
 def _epsilons(call: _Call) -> Tensor | None:
-    if not any(0 < x <= _FP16_LEAST for x in _numbers(call)):
+    (added,) = call.arguments[1:2] or (call.keywords.get("min"),)  # of `clamp` the lower bound
+    if type(added) is not float or not 0 < added <= _FP16_LEAST:
         return None
     (result,) = _some(call.result)
     return _counted(result == 0, result.numel())
 
 
-# What is added once more, now to the sum that holds it, shows whether it made a difference the first time. Weights and
-# their copies have rules of their own.
+# What is added once more, now to the sum that holds it, shows whether it made a difference the first time. An average
+# that has arrived has little to add. Weights and their copies have rules of their own.
 def _swallowed(call: _Call) -> Tensor | None:
-    total = call.result.detach()
-    match call.name, call.arguments:
-        case "iadd" | "add_", (_, Tensor() as added):
-            pass
-        case "lerp_", (_, Tensor() as end, weight):
-            added = weight * (end - total.float())
-        case "index_add_", (_, int(axis), Tensor() as index, Tensor() as added):
-            total = total.index_select(axis, index)
-        case "scatter_add_", (_, int(axis), Tensor() as index, Tensor() as added):
-            total, added = total.gather(axis, index), added[tuple(map(slice, index.shape))]
-        case _:
-            return None
-    if call.result.requires_grad or isinstance(call.arguments[0], nn.Parameter) or type(added) not in _PLAIN:
+    given, *parts = (x for x in call.arguments if isinstance(x, Tensor))
+    if call.result.requires_grad or isinstance(given, nn.Parameter) or len(parts) != 1 or parts[0].dim() == 0:
         return None
-    total, added = (x.float() for x in _some(total, added.to(total.device).broadcast_to(total.shape)))
-    added = added * call.keywords.get("alpha", 1)
-    judged = (added != 0) & added.isfinite() & total.isfinite()
+    total, part = (x.float() for x in _some(call.result, parts[0].broadcast_to(call.result.shape)))
+    judged = part.isfinite() & total.isfinite()
+    if call.name == "lerp_":
+        judged = judged & ((part - total).abs() > _ARRIVED * _spacing(total, call.result.dtype))
+        part = part - total
+    added = part * math.prod(_numbers(call))  # the weight, or the keyword alpha
+    judged = judged & (added != 0)
     return _counted(judged & ((total + added).to(call.result.dtype) == total), judged)
 
 
 def _angles(call: _Call) -> Tensor | None:
     angle = call.arguments[-1] if call.arguments else None  # of `polar` the second argument
-    if not isinstance(angle, Tensor) or call.formats[-1] not in (torch.float32, *SIXTEEN_BIT):
+    if call.keywords or not isinstance(angle, Tensor) or call.formats[-1] not in (torch.float32, *SIXTEEN_BIT):
         return None
     x = _some(angle)[0].float()
     return _counted((_spacing(x, call.formats[-1]) >= _APART) & x.isfinite(), x.numel())
@@ -512,7 +550,7 @@ def _angles(call: _Call) -> Tensor | None:
 
 def _remainders(call: _Call) -> Tensor | None:
     found = _operands(call)
-    if not found or call.formats[0] not in (torch.float32, *SIXTEEN_BIT):
+    if not found or call.keywords or call.formats[0] not in (torch.float32, *SIXTEEN_BIT):
         return None
     x, by = found[0].float(), found[1].float()
     return _counted((_spacing(x, call.formats[0]) >= by.abs() / 2) & (by != 0) & x.isfinite(), x.numel())
@@ -532,9 +570,13 @@ def _casts(call: _Call) -> Tensor | None:
     return None if x is None else _counted((x.trunc() > info.max) | (x.trunc() < info.min), x.numel())
 
 
+# Parts of a day, brightness of stars: some are above 1. Where all are below 1/2, rounding would give zeros, too.
 def _fractions(call: _Call) -> Tensor | None:
     x = _to_whole(call)
-    return None if x is None else _counted((x != 0) & (x.abs() < 1), x != 0)
+    if x is None:
+        return None
+    largest = x.abs().amax()
+    return _counted((x != 0) & (x.abs() < 1) & (largest <= 1) & (largest >= 0.5), x != 0)
 
 
 def _to_whole(call: _Call) -> Tensor | None:
@@ -545,21 +587,25 @@ def _to_whole(call: _Call) -> Tensor | None:
 _PRODUCTS = ("mul", "rmul", "multiply", "square", "pow")
 _QUOTIENTS = ("div", "truediv", "rtruediv", "rdiv", "divide", "reciprocal", "rsqrt")
 _SUMS = ("add", "sum", "cumsum")
+_BOUNDS = ("clamp", "clamp_max", "clip", "minimum", "where", "masked_fill", "nan_to_num")
 _SUMMING = ("sum", "cumsum", "matmul", "bmm", "mm", "einsum")  # not value by value
 # A difference in place (`sub_`) has lost its operand. Half of the values is more than chance leaves near zero or a
 # bound. Angles beyond their digits are the first columns of a table whose others are small. What kernels and
-# activations let go to infinity in FP16 are single values. No code may wrap. Places on a grid may be in its first cell.
+# activations let go to infinity in FP16 are single values. No code may wrap. Larger integers are cells and bins, of
+# which the first may have all.
 _KINDS = {
-    "difference": _Kind(("sub", "rsub", "subtract"), FLOATING, _differences, 0.5, 8),
-    "overflow": _Kind((*_PRODUCTS, *_QUOTIENTS, *_SUMMING, "add", *_CASTS), (torch.float16,), _overflows, 0.02),
+    "difference": _Kind(("sub", "rsub", "subtract"), FLOATING, _differences, 0.5, 8, ("detach",)),  # straight through
+    "overflow": _Kind(
+        (*_PRODUCTS, *_QUOTIENTS, *_SUMMING, "add", *_CASTS), (torch.float16,), _overflows, 0.02, undone=_BOUNDS
+    ),
     "underflow": _Kind((*_PRODUCTS, *_CASTS), (torch.float16,), _underflows, 0.5, 8),
     "epsilon": _Kind(("add", "radd", "clamp", "clamp_min", "clip"), (torch.float16,), _epsilons),
-    "sum": _Kind(("iadd", "add_", "lerp_", "index_add_", "scatter_add_"), SIXTEEN_BIT, _swallowed, 0.5, 8, True),
+    "sum": _Kind(("iadd", "add_", "lerp_"), SIXTEEN_BIT, _swallowed, 0.5, 8, ("sub", "rsub", "sub_", "isub"), True),
     "angle": _Kind(("sin", "cos", "polar"), (*FLOATING, torch.complex64), _angles, 0.01, 8),
     "remainder": _Kind(("remainder", "fmod"), FLOATING, _remainders, 0.5, 8),
-    "wrap": _Kind((*_SUMS, "sub", "rsub", "mul", "rmul"), _NARROW, _wraps),
-    "cast": _Kind(_CASTS, _NARROW, _casts, anywhere=True),
-    "fraction": _Kind(_CASTS, (*_NARROW, torch.int32, torch.int64), _fractions, 0.98, 8, True),
+    "wrap": _Kind((*_SUMS, "sub", "rsub", "mul", "rmul"), _BYTES, _wraps),
+    "cast": _Kind(_CASTS, (*_BYTES, torch.int16), _casts, anywhere=True),
+    "fraction": _Kind(_CASTS, _BYTES, _fractions, 0.98, 8, anywhere=True),
 }
 _BY_FUNCTION = {
     name: [kind for kind, of in _KINDS.items() if name in of.functions]
