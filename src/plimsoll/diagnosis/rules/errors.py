@@ -481,7 +481,7 @@ _LOSSES = {
         "Cast what goes into this operation to FP32.",
     ),
     "epsilon": _Loss(
-        "with an epsilon that FP16 rounds to zero",
+        "results whose epsilon is zero in FP16",
         "{place} adds a number, or clamps at one, that FP16 rounds to zero, and {share} of the results are zero: a "
         "quotient, a root or a logarithm of them is not protected",
         "use an epsilon that FP16 holds, such as 1e-4",
