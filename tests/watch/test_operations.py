@@ -130,7 +130,7 @@ LOSSY: dict[str, tuple[str, Operation]] = {
     "pixels less their middle": ("wrap", lambda h, x: ((x.abs() * 90).clamp(max=255).byte() - 128).float()),
     "codes that are not clamped": ("beyond the range", lambda h, x: (100 * x).round().to(torch.int8)),
     "sound that is too loud": ("beyond the range", lambda h, x: torch.no_grad()(lambda: (4e4 * x).short() / 2)()),
-    "a picture as bytes": ("fractions", lambda h, x: x.sigmoid().byte()),
+    "a picture as bytes": ("fractions", lambda h, x: torch.no_grad()(lambda: x.sigmoid().byte() / 2)()),
     "times in FP16": ("infinite", lambda h, x: TIMES.half()),
     "large numbers cast to FP16": ("infinite", lambda h, x: (1e6 + h).to(dtype=FP16)),
     "the dtype of another tensor": ("infinite", lambda h, x: (1e6 + h).to(torch.zeros(3, dtype=FP16))),
