@@ -383,7 +383,7 @@ def test_a_head_of_zeros_that_steps_relative_to_weights_never_move_is_named(begi
     if begin:
         assert found == []
     else:
-        assert [f.rule for f in found] == ["updates-swallowed"], found
+        assert [f.rule for f in found] == ["optimizer-idle"], found
         assert "All weights of 2." in found[0].advice and "LAMB" in found[0].advice
 
 

@@ -42,12 +42,8 @@ from plimsoll.text import percent
 _MOST = 1e6  # times the size of a gradient
 _DEFAULT = 1e-8  # epsilon of torch's Adam
 _UNMOVED = "These weights were the same after the step: their updates were zero, or smaller than their rounding."
-_NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
+NEVER_MOVED = "No weight has moved since the first step, although gradients and the learning rate are not zero."
 _NEAR_ZERO = "No action is needed if the learning rate is near zero."
-_RELATIVE = (
-    "All weights of {} are zero. An optimizer whose steps are a share of the weights' size (LARS, LAMB, Adafactor with "
-    "relative steps) never moves these: let them begin at small random values, or use a ratio of 1 for zero weights."
-)
 _LOOK = "Look at what the optimizer adds: a rate that is far too small, or a state that is zero in its format."
 _EXCHANGED = "states of other parameters"
 _ROUNDED_STATE = "a state that is rounded"
@@ -93,6 +89,38 @@ class UpdatesSwallowed(Rule):
                 "updates away from zero are lost.",
                 advice="Round to nearest, or by chance: add random bits below the last place before they are cut off.",
             )  # fmt: skip
+        for narrowed in (True, False):
+            spots, until = self._unmoved(view, narrowed=narrowed)
+            if not spots or (not narrowed and self.stay_zero(view)):
+                continue
+            evidence = {"worst": spots[0].name, "unmoved": spots[0].value, "layers": len(spots)}
+            severity, meaning, advice = ("alarm", None, None) if narrowed else ("info", _UNMOVED, _NEAR_ZERO)
+            if not narrowed and self.moves_nothing(view):
+                severity, meaning, advice = "warning", NEVER_MOVED, _LOOK
+            yield self.finding(
+                severity, spots, evidence, until_step=until, collection="updates",
+                meaning=meaning, advice=advice, actions=None if narrowed else (),
+            )  # fmt: skip
+
+    def moves_nothing(self, view: View) -> bool:
+        """Return True if no weight has ever moved, though gradients and the learning rate are not zero."""
+        cells = view.cells("updates")
+        if cells is None or not weights_stay(view):
+            return False
+        spots, _ = self._unmoved(view, narrowed=False)
+        pushed = np.count_nonzero(~np.isnan(cells.share_of("unmoved", "pushed")).all(axis=1))  # that get gradients
+        return 0 < len(spots) == pushed
+
+    def stay_zero(self, view: View) -> list[Spot]:
+        """Return the layers whose weights are zero, if no weight has ever moved: no rounding keeps them."""
+        spots, _ = self._unmoved(view, narrowed=False) if self.moves_nothing(view) else ([], 0)
+        return [spot for spot in spots if not _largest_weight(view, spot.name)]
+
+    def _unmoved(self, view: View, *, narrowed: bool) -> tuple[list[Spot], int]:
+        """Return layers in 16 bits or fewer, or others, whose weights steps leave as they were, and until when."""
+        cells = view.cells("updates")
+        if cells is None:
+            return [], -1
         moments, _ = KeptNarrow().first_moments_flushed(view)
         flushed = {spot.name.rpartition(":")[0] for spot in moments}  # their cause is known
         shares = cells.share_of("unmoved", "pushed")
@@ -101,26 +129,9 @@ class UpdatesSwallowed(Rule):
             cells.total_of("nans") > 0
         )  # a NaN plus anything is that NaN: no rounding
         spared |= np.array([name in flushed for name in cells.names])[:, None]
-        for narrowed in (True, False):
-            mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
-            spans = layer_spans(shares > self.share, mine, self.samples)
-            if spans:
-                spots = worst(cells, spans, shares)
-                evidence = {"worst": spots[0].name, "unmoved": spots[0].value, "layers": len(spots)}
-                severity, meaning, advice = ("alarm", None, None) if narrowed else ("info", _UNMOVED, _NEAR_ZERO)
-                pushed = np.count_nonzero(~np.isnan(shares).all(axis=1))  # layers that get gradients at all
-                if not narrowed and len(spots) == pushed and weights_stay(view):
-                    at_zero = [spot.name for spot in spots if not _largest_weight(view, spot.name)]
-                    severity, meaning = "warning", _NEVER_MOVED
-                    advice = _RELATIVE.format(at_zero[0]) if at_zero else _LOOK
-                yield self.finding(
-                    severity, spots, evidence, until_step=last_of(cells, spans), collection="updates",
-                    meaning=meaning, advice=advice, actions=None if narrowed else (),
-                )  # fmt: skip
-
-    def moves_nothing(self, view: View) -> bool:
-        """Return True if no weight has ever moved, though gradients and the learning rate are not zero."""
-        return bool(weights_stay(view)) and any(finding.severity == "warning" for finding in self.findings(view))
+        mine = ~np.isnan(shares) & (is_narrow == narrowed) & ~spared
+        spans = layer_spans(shares > self.share, mine, self.samples)
+        return (worst(cells, spans, shares), last_of(cells, spans)) if spans else ([], -1)
 
     def phrase(self, context: FindingContext) -> Phrase:
         """Return the largest share of weights that a step left as they were, where, and since when."""

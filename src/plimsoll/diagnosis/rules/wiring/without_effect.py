@@ -7,6 +7,7 @@ from typing import Any, cast
 from plimsoll.diagnosis.finding import Finding, Spot
 from plimsoll.diagnosis.rules.base import EvidenceItem, FindingContext, Phrase, Rule, threshold
 from plimsoll.diagnosis.rules.layers.zeros import DeadLayer
+from plimsoll.diagnosis.rules.optimizer.updates import NEVER_MOVED, UpdatesSwallowed
 from plimsoll.diagnosis.tables.optimizer_states import PutBack, weights_put_back
 from plimsoll.diagnosis.tables.trend import exceeds_start
 from plimsoll.diagnosis.tables.wiring_facts import (
@@ -39,6 +40,7 @@ _UNDONE = "its updates are undone after each step"
 _STILL = "its learning rate is 0"
 _RAN_DOWN = "its learning rate has fallen to nearly 0"
 _PUT_BACK = "weights put back"
+_RELATIVE = "its steps are a share of weights that are zero"
 _BALANCE = "a buffer that balances experts"
 _PUT_BACK_AFTER_A_RISE = (
     "All weights are the first ones again, as after a search for the rate: the loss had risen far above its start."
@@ -221,6 +223,15 @@ class OptimizerIdle(Rule):
                 "there must be taken out again.",
                 meaning="The weights are overwritten after each step with almost what they were before it.",
             )  # fmt: skip
+        spots = UpdatesSwallowed().stay_zero(view)
+        if spots:
+            yield self.finding(
+                "warning", spots, {"cause": _RELATIVE}, until_step=view.last_step, collection="updates", actions=(),
+                meaning=NEVER_MOVED,
+                advice=f"All weights of {spots[0].name} are zero. An optimizer whose steps are a share of the weights' "
+                "size (LARS, LAMB, Adafactor with relative steps) never moves these: let them begin at small random "
+                "values, or use a ratio of 1 for zero weights.",
+            )  # fmt: skip
         yield from self._put_back(view)
         yield from self._rates(view)
 
@@ -259,6 +270,10 @@ class OptimizerIdle(Rule):
                 "look for what writes the weights, such as an average of them",
             ),
             _STILL: (rate, "set a rate, or look at the schedule"),
+            _RELATIVE: (
+                f"no weight has moved {context.since}: those of {context.place} are zero, and steps a share of them",
+                "let them begin at small random values",
+            ),
             _RAN_DOWN: (f"the learning rate of {who} has fallen to nearly 0 {context.since}", "look at the schedule"),
         }.get(cause, (rate, "look at the schedule"))  # fmt: skip
         return Phrase(what=what, remedy=remedy)
