@@ -1,12 +1,14 @@
 """Operations of a script that lose what they are given, and what listening to them leaves as it was."""
 
 import contextlib
+import gc
 import itertools
 import multiprocessing
 import operator
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
@@ -402,6 +404,19 @@ def test_a_loop_leaves_looks_for_what_comes_after_it(tmp_path: Path) -> None:
 
     (finding,) = found(tmp_path / "run", operation)
     assert "infinite" in str(finding.evidence["cause"])
+
+
+def test_what_was_seen_keeps_no_model_alive(tmp_path: Path) -> None:
+    model = Scripted(LOSSY["an area in FP16"][1])
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    pl.watch(model, optimizer, run=tmp_path / "run", quiet=True)
+    for _ in range(4):
+        model(torch.randn(32, 8)).square().mean().backward()
+        optimizer.step()
+    gone = weakref.ref(model)
+    del model, optimizer
+    gc.collect()
+    assert gone() is None and pl.Run(tmp_path / "run").closed
 
 
 def test_an_error_while_it_listens_leaves_no_mode(tmp_path: Path) -> None:

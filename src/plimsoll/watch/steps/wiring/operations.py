@@ -126,7 +126,9 @@ class _Seen:
     """What was seen of a site.
 
     Attributes:
-        place: Its place.
+        place: File and line.
+        text: The text of the line.
+        module: The module that runs there, which is not kept alive.
         formats: The dtypes of what goes in.
         looks: In the present step.
         shares: Of values that were lost, for each step that shows it.
@@ -134,7 +136,9 @@ class _Seen:
         is_said: True once it was recorded.
     """
 
-    place: Place
+    place: str | None
+    text: str
+    module: "weakref.ref[nn.Module] | None"
     formats: str
     looks: list[DeviceValue] = field(default_factory=list[DeviceValue])
     shares: list[float] = field(default_factory=list[float])
@@ -276,7 +280,9 @@ class Operations(TrainingCheck):
         if counted is not None:
             if site not in self._seen:
                 names = [FORMATS[x].name if x in FORMATS else str(x).removeprefix("torch.") for x in call.formats]
-                self._seen[site] = _Seen(place or look(), " and ".join(dict.fromkeys(names)))
+                place = place or look()
+                module = None if place.module is None else weakref.ref(place.module)
+                self._seen[site] = _Seen(place.shown, place.text, module, " and ".join(dict.fromkeys(names)))
             self._seen[site].looks.append(DeviceValue(counted))
 
     def _forget(self, site: _Site) -> None:
@@ -316,11 +322,10 @@ def _is_new(seen: _Seen, *, at_end: bool) -> bool:
 
 def _fact(site: _Site, seen: _Seen, names: Mapping[int, str]) -> Fact:
     seen.is_said = True
-    place = seen.place
-    module = None if place.module is None else names.get(id(place.module))
-    message = f"{place.shown} loses what it is given: {site.kind}"
+    module = None if seen.module is None else names.get(id(seen.module()))
+    message = f"{seen.place} loses what it is given: {site.kind}"
     return Fact("operation inexact", message, {
-        "kind": site.kind, "place": place.shown, "text": place.text, "formats": seen.formats,
+        "kind": site.kind, "place": seen.place, "text": seen.text, "formats": seen.formats,
         "share": max(seen.shares), "since": seen.lost[0], "modules": [] if module is None else [module],
     })  # fmt: skip
 
